@@ -177,7 +177,7 @@ def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) ->
 
 
 def _kept(layer: Layer, flat: Sequence[Array]) -> Any:
-    """What a layer keeps, as a tree of shapes."""
+    """The tree of shapes of all that a layer keeps."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat]
     _, kept = jax.eval_shape(partial(_forward, layer, True), *shapes)
     return kept
@@ -360,7 +360,7 @@ ad.primitive_transposes[_linear] = _transposed
 
 
 # ---- batches -------------------------------------------------------------------------------------
-def rule_of_vmap(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
+def rule_of_vmap(primitive: Primitive) -> Callable[..., Any]:
     """The rule of ``vmap`` for a primitive; see ``batching``."""
 
     def rule(flat: Any, dims: Any, *, layer: Layer, **static: Any) -> tuple[Flat, list[int]]:
@@ -371,7 +371,7 @@ def rule_of_vmap(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
         bind, count = partial(primitive.bind, layer=layer, **static), len(layer.arrays)
         mapped = dict(zip(layer.arrays, batched, strict=False))
         arrays = layer.named(flat[:count])
-        wanted = static.get("wanted", ())
+        wanted = static.get("wanted", ())  # by ``backward``
         one = batching.element(arrays, mapped)
         if not batching.foldable(one, mapped, wanted):
             made = batching.one_by_one(bind, flat, batched)
@@ -382,9 +382,7 @@ def rule_of_vmap(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
             for array, several in zip(flat[count:], batched[count:], strict=True)
         ]
         made = bind(*folded.values(), *rest)
-        axes = [1] * len(made)
-        if of_backward:
-            axes = [batching.row_axis(name, folded[name]) or 0 for name in wanted]
+        axes = [batching.row_axis(name, folded[name]) or 0 for name in wanted] or [1] * len(made)
         rows = one["x"].shape[1]
         unfolded = [
             batching.unfold(a, axis, size, rows) for a, axis in zip(made, axes, strict=True)
@@ -394,8 +392,8 @@ def rule_of_vmap(primitive: Primitive, of_backward: bool) -> Callable[..., Any]:
     return rule
 
 
-interpreter.primitive_batchers[_layer] = rule_of_vmap(_layer, False)
-interpreter.primitive_batchers[_backward] = rule_of_vmap(_backward, True)
+for _primitive in (_layer, _backward):
+    interpreter.primitive_batchers[_primitive] = rule_of_vmap(_primitive)
 
 
 def _linear_several(flat: Any, dims: Any, **static: Any) -> tuple[Flat, list[int]]:

@@ -114,7 +114,7 @@ class Traced:
         if len(scans) != 1:
             return Road(None, "JAX has traced it to something else than one loop")
         params = scans[0].params
-        if any(_varying(array) for array in self.consts):
+        if any(fused.varying(a) for a in self.consts if isinstance(a, jax.core.Tracer)):
             return Road(
                 None, "it runs within shard_map, which follows arrays from device to device"
             )
@@ -148,10 +148,6 @@ class Traced:
                 results = evaluated(eqn, operands)
             values.update(zip(eqn.outvars, results, strict=True))
         return jax.tree.unflatten(self.tree, map(of, self.jaxpr.outvars))
-
-
-def _varying(array: Array) -> bool:
-    return bool(fused.varying(array)) if isinstance(array, jax.core.Tracer) else False
 
 
 @functools.lru_cache(maxsize=512)  # lax.scan returns the same jaxpr for the same f and shapes

@@ -119,4 +119,4 @@ def _step_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, F
 ad.primitive_jvps[_pack] = _pack_derivative
 ad.primitive_jvps[_stepping] = _step_derivative
 for _primitive in (_pack, _stepping):
-    interpreter.primitive_batchers[_primitive] = fused.rule_of_vmap(_primitive, False)
+    interpreter.primitive_batchers[_primitive] = fused.rule_of_vmap(_primitive)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras import backend, ops
@@ -19,17 +19,16 @@ Tensor = Any  # of the backend
 # The tensors of a run by name, in the dtype in which the layer computes. Absent tensors have no
 # entry.
 #
-#     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no kernel
-#     kernel             [I, G*H], and recurrent_kernel [H, G*H]: as Keras lays them out
+#     x                  [T, B, I], or the projected gates [T, B, G*H] where there is no weight_ih
+#     turned weight_*    [in, out], as Keras lays kernels out: a weight with its last axes swapped
 #     all others         as ``anycell.layer.signature`` names and shapes them, for one direction,
-#                        also weight_ih and weight_hh in place of Keras's kernels; but states and
-#                        what resets restore are [B, size], mask and resets are bool; weights of 8
-#                        bits are int8, and their scales float32
+#                        also weights that are not turned; but states and what resets restore are
+#                        [B, size], mask and resets are bool; weights of 8 bits are int8, and their
+#                        scales float32
 #     seed               [2] integers, as ``keras.random.SeedGenerator`` draws them
 Arrays = Mapping[str, Tensor]
 INTEGERS = "mask", "resets", "seed"  # which have dtypes of their own
-# The weights that Keras stores transposed, and their names below the frontends.
-KERNELS = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
+TURNED = "turned "
 
 
 def check(layer: Layer, arrays: Arrays) -> None:
@@ -41,7 +40,7 @@ def check(layer: Layer, arrays: Arrays) -> None:
     Raises:
         ValueError: with the argument's name and the shapes given and expected, batch first.
     """
-    x, kernel = arrays["x"], arrays.get("kernel")
+    x, kernel = arrays["x"], arrays.get(TURNED + "weight_ih")
     steps, rows = x.shape[:2]
     if kernel is not None:
         width, meaning = kernel.shape[0], "rows, steps, features of the kernel"
@@ -112,13 +111,21 @@ def dequantized(arrays: Arrays) -> Arrays:
     """Returns the weights with the real numbers that the integers stand for."""
     real = {}
     for name, tensor in arrays.items():
-        scales = arrays.get(scales_of(KERNELS.get(name, name)))
+        scales = arrays.get(scales_of(name.removeprefix(TURNED)))
         if scales is not None:
-            scales = ops.expand_dims(scales, 0 if name in KERNELS else -1)
+            scales = ops.expand_dims(scales, -2 if name.startswith(TURNED) else -1)
             tensor = ops.cast(tensor, scales.dtype) * scales
         if not name.startswith(scales_of("")):
             real[name] = tensor
     return real
+
+
+def unturned(arrays: Arrays, turn: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The arrays with weights as ``layer.signature`` lays them out; ``turn`` swaps two axes."""
+    return {
+        name.removeprefix(TURNED): turn(array) if name.startswith(TURNED) else array
+        for name, array in arrays.items()
+    }
 
 
 def named_states(cell: Cell, states: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -148,10 +155,7 @@ def expect(name: str, value: Any, expected: tuple[int | None, ...], meaning: str
 
 def lowered(layer: Layer, arrays: Arrays) -> tuple[Layer, dict[str, Tensor]]:
     """Returns the call and its arrays with the names and layouts of ``anycell.layer``."""
-    below = dict(arrays)
-    for keras_name, our_name in KERNELS.items():
-        if keras_name in below:
-            below[our_name] = below.pop(keras_name).T
+    below = unturned(arrays, lambda weight: weight.swapaxes(-1, -2))
     for name in below:
         if name.startswith(OF_STATES):
             below[name] = below[name][None]

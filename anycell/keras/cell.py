@@ -11,7 +11,7 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers
 
 from anycell import cells
 from anycell.keras import cells as of_keras
-from anycell.keras.call import Arrays, Tensor, named_states
+from anycell.keras.call import TURNED, Arrays, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import ONE, RECURRENT, Cell
 from anycell.lang.transform import LowRank, low_rank
@@ -129,7 +129,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         recurrent = cell.by_weight.get(f"weight_{RECURRENT}")
         self.kernel = self._weight("kernel", (input_shape[-1], gates), "kernel")
         self.recurrent_kernel = self.bias = None
-        self._further: dict[str, Any] = {}  # what else is learned, by the names of ``Arrays``
+        self._further: dict[str, Any] = {}  # what else is learned, by the names below
         if recurrent:
             shape = recurrent.shape(self._all)[::-1]
             self.recurrent_kernel = self._weight("recurrent_kernel", shape, "recurrent")
@@ -210,12 +210,8 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
     # -- use -------------------------------------------------------------------------------------
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
         """Returns the tensors of a run over ``x [T, B, I]``, in the dtype of the computation."""
-        arrays = {"x": x, "kernel": self.kernel, **self._further}
-        cast = gathered(self, self.cell, arrays, states, self._read)
-        for l in self.cell.by_weight.values():
-            if not l.recurrent:
-                cast[l.weight] = ops.swapaxes(cast[l.weight], -1, -2)
-        return cast | more
+        arrays = {"x": x, "weight_ih": self.kernel, **self._further}
+        return gathered(self, self.cell, arrays, states, self._read) | more
 
     def _read(self, array: Any) -> Tensor:
         return ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
@@ -303,10 +299,17 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 def gathered(
     cell: Any, step: Cell, arrays: Arrays, states: Sequence[Tensor], read: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the arrays, and the states, recurrent kernel and biases of a cell, by ``read``."""
-    named = {**arrays, "recurrent_kernel": cell.recurrent_kernel, "bias_ih": cell.bias}
+    """Returns the arrays, whose weights are Keras's kernels, and the states, recurrent kernel and
+    biases of a cell, by ``read``.
+    """
+    named = {**arrays, "weight_hh": cell.recurrent_kernel, "bias_ih": cell.bias}
     named |= named_states(step, states)
-    tensors = {name: read(array) for name, array in named.items() if array is not None}
+    kernels = {name for name in named if name.startswith("weight_")} - {*step.param_names}
+    tensors = {
+        TURNED + name if name in kernels else name: read(array)
+        for name, array in named.items()
+        if array is not None
+    }
     bias = tensors.get("bias_ih")
     if bias is not None and len(bias.shape) == 2:
         tensors["bias_ih"], tensors["bias_hh"] = bias[0], bias[1]

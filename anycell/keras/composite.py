@@ -15,7 +15,7 @@ import keras
 from keras import backend, ops
 
 from anycell.engines.reference import Recurrence
-from anycell.keras.call import INTEGERS, KERNELS, Arrays, Result, Tensor, dequantized
+from anycell.keras.call import INTEGERS, Arrays, Result, Tensor, dequantized, unturned
 from anycell.lang.expr import Expr
 from anycell.layer import steps
 from anycell.layer.rounding import quantized
@@ -38,14 +38,11 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
             lambda result: None if result is None else ops.cast(result, narrow), results
         )
     below = {n: a[None] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
-    for keras_name, our_name in KERNELS.items():
-        if keras_name in below:
-            below[our_name] = ops.transpose(below.pop(keras_name))
+    below = unturned(below, lambda weight: ops.swapaxes(weight, -1, -2))
     options = layer.options._replace(seed=below.pop("seed", None))
     runs = steps.directions(layer._replace(options=options), below, _linear, _Run)
     in_graph = backend.backend() == "tensorflow" and not hasattr(arrays["x"], "numpy")
-    count = arrays["x"].shape[0]
-    loops = in_graph and (count is None or (count > 1 and not layer.unroll))
+    loops = in_graph and not layer.unroll and arrays["x"].shape[0] not in (0, 1)
     outputs, final, others = steps.run(layer, runs, _scan if loops else Recurrence.sequences)
     return outputs if layer.outputs else None, (*(state[0] for state in final), *others)
 
@@ -106,7 +103,7 @@ class _Run(Recurrence):
         kernels: of the matmuls that can be done for all outputs at once.
     """
 
-    kernels: Mapping[str, Tensor] | None = None
+    kernels: Mapping[str, Tensor] | Any = None
     uniform: Callable[..., Tensor] = _uniform
 
     def __post_init__(self) -> None:

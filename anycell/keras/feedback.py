@@ -11,7 +11,7 @@ from keras import ops, tree
 
 from anycell.explanation import Explained
 from anycell.keras.backends import as_written, uncompiled
-from anycell.keras.call import KERNELS, Arrays, Tensor, attached_mask, expect, flags
+from anycell.keras.call import Arrays, Tensor, attached_mask, expect, flags, unturned
 from anycell.keras.layers import Fused
 from anycell.keras.streaming import Keywords, one_step
 from anycell.keras.weights import known
@@ -221,14 +221,10 @@ class _Fed(Fused):
     def _arrays(self, *args: Any) -> Arrays:
         arrays, readout = self.layer._arrays(*args), self.readout
         dtype = keras.backend.standardize_dtype(arrays["x"].dtype)
-        kernels = {ours: name for name, ours in KERNELS.items() if name in arrays}
-        learned = {**arrays, **{o: ops.transpose(arrays[name]) for o, name in kernels.items()}}
-        weight, bias = ops.transpose(readout.kernel), readout.bias
+        learned = unturned(arrays, lambda kernel: ops.swapaxes(kernel, -1, -2))
+        weight, bias = ops.cast(ops.transpose(readout.kernel), dtype), readout.bias
         bias = None if bias is None else ops.cast(ops.convert_to_tensor(bias), dtype)
-        both = fed(
-            namespace(arrays["x"]), learned, self.layer.cell.units, ops.cast(weight, dtype), bias
-        )
-        return both | {name: ops.transpose(both.pop(o)) for o, name in kernels.items()}
+        return fed(namespace(arrays["x"]), learned, self.layer.cell.units, weight, bias)
 
 
 def _check(layer: Any, readout: Any) -> None:

@@ -370,11 +370,12 @@ class DropIn(Fused):
         """Whether Keras draws masks; its gated cells draw no masks at a rate of 1."""
         return 0.0 < rate < 1.0 or (rate == 1.0 and type(self.cell) in _PLAIN)
 
-    def _further(self, recurrent_kernel: Tensor) -> dict[str, Tensor]:
-        """Returns the weights of further matmuls in a step."""
+    def _further(self) -> dict[str, Tensor]:
+        """Returns the kernels of further matmuls in a step."""
         if getattr(self.cell, "reset_after", True):
             return {}
-        return {"weight_h": ops.transpose(recurrent_kernel[:, 2 * self.cell.units :])}
+        recurrent = ops.convert_to_tensor(self.cell.recurrent_kernel)
+        return {"weight_h": recurrent[:, 2 * self.cell.units :]}
 
     def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
         cell, more = self.cell, dict[str, Tensor]()
@@ -396,8 +397,8 @@ class DropIn(Fused):
             masks = cell.get_recurrent_dropout_mask(states[0])
             more["recurrent_mask"] = ops.stack(masks) if isinstance(masks, list) else masks
         named = _KINDS[type(cell)].symbolic  # whatever its activations, the states are these
-        arrays = gathered(cell, named, {"x": x, "kernel": kernel, **more}, states, read)
-        return arrays | self._further(arrays["recurrent_kernel"])
+        more |= {"x": x, "weight_ih": kernel, **self._further()}
+        return gathered(cell, named, more, states, read)
 
 
 def _name(function: Any) -> str | None:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from anycell.keras.call import KERNELS, Arrays, Tensor
+from anycell.keras.call import Arrays, Tensor
 from anycell.keras.cell import RNNCell
 from anycell.keras.layers import CALLS, RNN
 from anycell.layer.rounding import described
@@ -27,14 +27,15 @@ class QuantizedCell(RNNCell):
 
     def build(self, input_shape: Sequence[int | None]) -> None:
         """Creates the weights, all 0, for inputs ``[B, input_shape[-1]]``."""
-        self._scales: dict[str, Any] = {}  # by the names of ``Arrays``
+        self._scales: dict[str, Any] = {}  # by name
         super().build(input_shape)
 
     def _weight(self, name: str, shape: Any, role: str, initializer: Any = None) -> Any:
         add = functools.partial(self.add_weight, initializer="zeros", trainable=False)
         if role not in ("kernel", "recurrent"):
             return add(shape=shape, name=name)
-        place = scales_of(KERNELS.get(name, f"weight_{name.removesuffix('_kernel')}"))
+        known = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
+        place = scales_of(known.get(name, f"weight_{name.removesuffix('_kernel')}"))
         self._scales[place] = add(shape=(*shape[:-2], shape[-1]), name=f"{name}_scales")
         return add(shape=shape, name=name, dtype="int8")
 

@@ -13,11 +13,11 @@ from keras import ops
 
 from anycell import read
 from anycell.engines import cpu
-from anycell.keras.call import Tensor
+from anycell.keras.call import TURNED, Tensor
 from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
-from anycell.keras.rule import OURS, Facts, choose
-from anycell.keras.tensorflow import gpu_visible, recur, unfit, watched
+from anycell.keras.rule import OURS
+from anycell.keras.tensorflow import engine_of, recur, watched
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 
@@ -126,8 +126,7 @@ class Step:
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
         dtype = self.traced.dtypes[self.traced.states[0]].name
-        layer, gpu = self.reading.layer._replace(dtype=dtype), gpu_visible()
-        name, reason = choose(Facts(layer, gpu=gpu, unfit=unfit(layer, gpu)))
+        name, reason = engine_of(self.reading.layer._replace(dtype=dtype))
         return Engine(name, f"read as it is written; {reason}" if name in OURS else reason)
 
     def run(
@@ -160,9 +159,12 @@ class Step:
         first, *_ = every = reading.cell.state_names
 
         def one_way(layer: Layer, arrays: Mapping[str, Tensor]) -> Any:
-            plain = {n: plain_of(t) for n, t in arrays.items() if n.startswith("weight_")}
-            plain = {name: tensor for name, tensor in plain.items() if tensor is not None}
-            output, ends = recur(layer, arrays, plain, sure)
+            given = dict(arrays)
+            for name in arrays:  # what was turned need not be copied
+                if name.startswith("weight_") and (kernel := kernel_of(arrays[name])) is not None:
+                    given[TURNED + name] = kernel
+                    del given[name]
+            output, ends = recur(layer, given, sure)
             return output, ends[: len(every)], ends[len(every) :]
 
         ends, values = reading.ran(
@@ -175,7 +177,7 @@ class Step:
         return run.after(traced.output, known), final
 
 
-def plain_of(weight: Tensor) -> Tensor | None:
+def kernel_of(weight: Tensor) -> Tensor | None:
     """In a graph, the tensor whose last two axes were swapped to make a weight; None if there is
     none.
     """
@@ -188,9 +190,9 @@ def plain_of(weight: Tensor) -> Tensor | None:
         return operation.inputs[0] if order is not None and [*order] == swap else None
     if operation.type == "ConcatV2":
         *parts, axis = operation.inputs
-        plain = [plain_of(part) for part in parts]
-        if tf.get_static_value(axis) == rank - 2 and all(part is not None for part in plain):
-            return tf.concat(plain, rank - 1)
+        kernels = [kernel_of(part) for part in parts]
+        if tf.get_static_value(axis) == rank - 2 and all(part is not None for part in kernels):
+            return tf.concat(kernels, rank - 1)
     return None
 
 

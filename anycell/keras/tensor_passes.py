@@ -24,7 +24,7 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
 
 from anycell.keras import xla
-from anycell.keras.call import KERNELS, Tensor, check, lowered
+from anycell.keras.call import TURNED, Tensor, check, lowered
 from anycell.keras.framework import TensorFlow, as_tensor
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, backward, card, forward, keeps_state
@@ -48,8 +48,6 @@ def compiled() -> bool:
 # The functions that the numbers in operations stand for.
 WORK: dict[int, Any] = {}
 _numbers = itertools.count()
-# Names of nodes appear in the errors of XLA, TensorFlow Lite and TensorFlow Serving.
-_NODE = "anycell.keras.step_by_step_traces_it_without"
 REFUSAL = (
     "anycell: this function calls fused kernels, which only this process has. To save it, trace it "
     "within anycell.keras.step_by_step()"
@@ -57,12 +55,11 @@ REFUSAL = (
 
 
 def _out_of_graph(
-    compute: Callable[..., list[Array]], tensors: Sequence[Tensor], kinds: Sequence[Any]
+    kernels: Kernels, compute: str, tensors: Sequence[Tensor], kinds: Sequence[Any]
 ) -> list[Tensor]:
-    """Adds ``compute``, a method of ``Kernels`` on arrays, as an operation to the graph that is
-    being traced; returns its results and its number.
+    """Adds a method of ``kernels`` on arrays as an operation to the graph that is being traced;
+    returns its results and its number.
     """
-    kernels: Kernels = compute.__self__  # type: ignore[attr-defined]
     number, graph = next(_numbers), graphs.get_default_graph()
     while isinstance(graph, CONTROL_FLOW):
         graph = graph.outer_graph  # a loop or branch lives as long as its function
@@ -75,12 +72,12 @@ def _out_of_graph(
                 # its name. Each call makes its own handle, because XLA takes no handle twice.
                 name = f"{REFUSAL} (call {number})"
                 handle = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=name)
-            graph.capture(handle, name=_NODE)
+            graph.capture(handle, name=xla.TARGET)
             kernels = replace(kernels, life=weakref.ref(handle))
         else:  # the gradient of a loop or a branch captures nothing from outside its graph
             weakref.finalize(graph, id, handle).atexit = False
         weakref.finalize(handle, WORK.pop, number).atexit = False
-    WORK[number] = getattr(kernels, compute.__name__)
+    WORK[number] = getattr(kernels, compute)
     first = tf.constant(number, tf.int64)
     results = list(
         tf.raw_ops.PyFuncStateless(  # TensorFlow Lite? Trace it in anycell.keras.step_by_step()
@@ -88,7 +85,7 @@ def _out_of_graph(
             input=[first, *tensors],
             token=_callback()[0],
             Tout=[tf.as_dtype(kind) for kind in kinds],
-            name=_NODE,
+            name=xla.TARGET,
         )
     )
     return [*results, first]
@@ -131,7 +128,6 @@ class Kernels:
         wanted: the names among ``parts`` whose gradients are wanted.
         keep: whether the forward pass keeps what the backward pass reads.
         sure: whether no other gradients than ``wanted`` can be asked for later.
-        turned: the names of weights whose last two axes are swapped, see ``recur``.
         tier: that kernels on a card must have, see ``run``.
         life: in a graph, refers to the handle that lives as long as graphs that call the kernels.
     """
@@ -142,7 +138,6 @@ class Kernels:
     wanted: tuple[str, ...]
     keep: bool
     sure: bool = False
-    turned: frozenset[str] = frozenset()
     tier: int | None = None
     life: weakref.ref[Any] | None = None
 
@@ -195,7 +190,7 @@ class Kernels:
         """Returns outputs, final states, and what the backward pass reads, in a graph with the
         number of the run.
         """
-        results, number = _run(self._forward, tensors, self._described, self._leading)
+        results, number = self._run(self._forward, tensors, self._described)
         ends = len(results) - self.kept
         kept, results = [*results[ends:], *number], results[:ends]
         outputs = results.pop(0) if self.separate else None
@@ -244,7 +239,7 @@ class Kernels:
         keeping = replace(self, keep=True)
         kept = kept if self.keep else keeping.forward(tensors)[2]
         read = [*tensors, *arriving, *kept[: keeping.kept]]
-        return _run(self._backward, read, self._described_back, self._leading)
+        return self._run(self._backward, read, self._described_back)
 
     def _described_back(self, *tensors: Tensor) -> list[tuple[str, Any]]:
         """Describes the wanted gradients, like ``_described``."""
@@ -269,6 +264,34 @@ class Kernels:
             *[(steps + 1, rows)] * len(self.others),
         ]  # fmt: skip
 
+    def _run(
+        self, compute: Callable[..., list[Array]], tensors: Sequence[Tensor], describe: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs ``compute``, one of the methods below, on the memory of tensors: now, or when the
+        graph runs.
+
+        Args:
+            describe: returns the dtype of each result for these tensors, and its shape as far as it
+                is known.
+
+        Returns:
+            the results, and in a graph one number, by which gradients find the passes.
+        """
+        if tf.executing_eagerly():
+            if self.on_card:
+                with record.stop_recording(), tf.device(xla.CARD.device):
+                    return xla.run(compute, tensors, self._leading), []
+            return [as_tensor(array) for array in compute(*map(np.asarray, tensors))], []
+        kinds, shapes = zip(*describe(*tensors), strict=True)
+        if self.on_card or compiled():
+            results = xla.run(compute, tensors, self._leading)
+            number = tf.constant(_lasting(self), tf.int64)
+        else:
+            *results, number = _out_of_graph(self, compute.__name__, tensors, kinds)
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        return results, [number]
+
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _forward(self, *tensors: Array) -> list[Array]:
@@ -288,7 +311,7 @@ class Kernels:
         kept = Kept.of(tensors[last:], [n in others for n in names], 1)
         d_output = arriving.pop(0) if self.layer.outputs else None
         inside = dict(zip(self.layer.sequences, arriving[len(names) :], strict=True))
-        wanted = {KERNELS.get(name, name) for name in self.wanted}
+        wanted = {name.removeprefix(TURNED) for name in self.wanted}
         given = arrays, options, kept, d_output, [d[None] for d in arriving[: len(names)]]
         if self.on_card:
             grads = card.backward(host, self.layer.plan, *given)
@@ -298,17 +321,15 @@ class Kernels:
         return [self._as_given(name, grads) for name in self.wanted]
 
     def _as_given(self, name: str, gradients: dict[str, Array]) -> Array:
-        """Returns a gradient laid out like its tensor, see ``Arrays`` and ``turned``."""
-        if name in self.turned:
-            return gradients[name].swapaxes(-1, -2)
-        if name in KERNELS:
-            return gradients[KERNELS[name]].T
-        return gradients[name][0] if name.startswith(OF_STATES) else gradients[name]
+        """Returns a gradient laid out like its tensor, see ``Arrays``."""
+        gradient = gradients[name.removeprefix(TURNED)]
+        if name.startswith(TURNED):
+            return gradient.swapaxes(-1, -2)
+        return gradient[0] if name.startswith(OF_STATES) else gradient
 
     def _arguments(self, tensors: Sequence[Array]) -> tuple[Framework, Options, dict[str, Array]]:
         """Returns the arguments of ``anycell.layer``."""
         named = dict(zip(self.names, tensors, strict=False))
-        named |= {name: named[name].swapaxes(-1, -2) for name in self.turned}
         seed, kind = None, TensorFlow
         if isinstance(tensors[0], xla.Buffer):
             seed, kind = named.pop("seed", None), xla.Xla
@@ -324,37 +345,3 @@ def kernels_of(layer: Layer, cell: Cell, dtype: str, engine: str, *more: Any) ->
     sizes = dict(layer.sizes)
     chosen = keeping(plan(cell, sizes["H"], dtype, engine, sizes), layer.sequences)
     return Kernels(layer._replace(plan=chosen), *more)
-
-
-def _run(
-    compute: Callable[..., list[Array]],
-    tensors: Sequence[Tensor],
-    describe: Callable[..., Any],
-    leading: Callable[..., Any],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs ``compute``, a method of ``Kernels``, on the memory of tensors: now, or when the graph
-    runs.
-
-    Args:
-        describe: returns the dtype of each result for these tensors, and its shape as far as it is
-            known.
-        leading: returns the sizes of the tensors' first axes, from numbers of steps and rows.
-
-    Returns:
-        the results, and in a graph one number, by which gradients find the passes.
-    """
-    kernels: Kernels = compute.__self__  # type: ignore[attr-defined]
-    if tf.executing_eagerly():
-        if kernels.on_card:
-            with record.stop_recording(), tf.device(xla.CARD.device):
-                return xla.run(compute, tensors, leading), []
-        return [as_tensor(array) for array in compute(*map(np.asarray, tensors))], []
-    kinds, shapes = zip(*describe(*tensors), strict=True)
-    if kernels.on_card or compiled():
-        results = xla.run(compute, tensors, leading)
-        number = tf.constant(_lasting(kernels), tf.int64)
-    else:
-        *results, number = _out_of_graph(compute, tensors, kinds)
-    for result, shape in zip(results, shapes, strict=True):
-        result.set_shape(shape)
-    return results, [number]

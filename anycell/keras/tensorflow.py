@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -30,16 +29,10 @@ from tensorflow.python.saved_model import save_context
 
 from anycell.engines import cpu
 from anycell.keras import xla
-from anycell.keras.call import (
-    Arrays,
-    Result,
-    Tensor,
-    check,
-    dequantized,
-)
+from anycell.keras.call import TURNED, Arrays, Result, Tensor, check, dequantized
 from anycell.keras.composite import composite
 from anycell.keras.framework import TensorFlow
-from anycell.keras.rule import asked, planned
+from anycell.keras.rule import Facts, asked, choose, planned
 from anycell.keras.tensor_passes import (
     CONTROL_FLOW,
     FLAGS,
@@ -52,9 +45,7 @@ from anycell.keras.tensor_passes import (
 from anycell.layer import card, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
-from anycell.plan import Layer
-
-NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+from anycell.plan import Engine, Layer
 
 
 def gpu_visible() -> bool:
@@ -119,6 +110,12 @@ def unfit(layer: Layer, gpu: bool) -> str | None:
     return card.reason(xla.XlaCard.of(chosen.dtype), chosen, doubt)
 
 
+def engine_of(layer: Layer) -> Engine:
+    """The engine that runs a layer here and now, and why; see ``recur``."""
+    gpu = gpu_visible()
+    return choose(Facts(layer, gpu=gpu, unfit=unfit(layer, gpu), traced=refusal(gpu)))
+
+
 @functools.cache
 def obstacle() -> str | None:
     """Why XLA cannot run the kernels in this process, or None; tried once, see ``xla.obstacle``."""
@@ -141,14 +138,10 @@ def _exporting() -> bool:
     return False
 
 
-def recur(
-    layer: Layer, arrays: Arrays, plain: Mapping[str, Tensor] = NOTHING, sure: bool = False
-) -> Result:
+def recur(layer: Layer, arrays: Arrays, sure: bool = False) -> Result:
     """Runs a layer on the kernels where they can be called, else step by step.
 
     Args:
-        plain: tensors whose last two axes were swapped to make the weights of these names. Kernels
-            read them as they are, so that no operation has to copy them.
         sure: whether no gradients can be wanted but those that a tape of now records.
     """
     gpu = on_gpu(arrays["x"])
@@ -160,23 +153,17 @@ def recur(
     # Variables are read here, outside the gradient.
     arrays = {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
     check(layer, arrays)
-    return composite(layer, arrays) if elsewhere else run(layer, arrays, plain, sure)
+    return composite(layer, arrays) if elsewhere else run(layer, arrays, sure)
 
 
 @tf.autograph.experimental.do_not_convert
-def run(
-    layer: Layer,
-    arrays: Arrays,
-    plain: Mapping[str, Tensor] = NOTHING,
-    sure: bool = False,
-    tier: int | None = None,
-) -> Result:
+def run(layer: Layer, arrays: Arrays, sure: bool = False, tier: int | None = None) -> Result:
     """Runs a layer on the fused kernels, differentiable as often as wanted; see ``recur``.
 
     Args:
         tier: that kernels on a card must have; None lets them have the best.
     """
-    x, kernel, integers = arrays["x"], arrays.get("kernel"), quantized(arrays)
+    x, kernel, integers = arrays["x"], arrays.get(TURNED + "weight_ih"), quantized(arrays)
     engine = "gpu" if on_gpu(x) else "cpu"
     # It is unknown whether a gradient will be wanted. Without a tape, and outside of training, that
     # is unlikely: nothing is kept, and a backward pass would run the forward pass again.
@@ -201,10 +188,8 @@ def run(
         return composite(layer, arrays)
     parts = {"x": x} | {n: t for n, t in arrays.items() if n not in _OF_NO_GRADIENT}
     flags = {n: arrays[n] for n in FLAGS if n in arrays}
-    parts |= plain
     wanted = names = tuple(parts)
-    flat = list(parts.values())
-    tensors = [*flat, *flags.values()]
+    tensors = [*parts.values(), *flags.values()]
     if taped:
         wanted = tuple([n for n in names if record.should_record_backprop([parts[n]])])
     threads = cpu.threads.within() or tf.config.threading.get_intra_op_parallelism_threads()
@@ -212,9 +197,8 @@ def run(
     layer = layer._replace(options=layer.options._replace(threads=threads))
     cell = stepped(layer.cell, arrays.get("recurrent_mask"))
     dtype = "int8" if integers else x.dtype.name
-    turned = frozenset(plain)
-    more = names, tuple(flags), wanted, keep, sure, turned, tier
-    kernels = kernels_of(layer, cell, dtype, engine, *more)
+    of_run = names, tuple(flags), wanted, keep, sure, tier
+    kernels = kernels_of(layer, cell, dtype, engine, *of_run)
     if engine == "gpu":
         ends = _ends_on_card(kernels, tensors, functools.partial(composite, layer, arrays))
     else:
@@ -473,7 +457,6 @@ def _first(kernels: Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tenso
     wanted = [named[name] for name in kernels.wanted]
     with tf.GradientTape() as inner:
         inner.watch(wanted)
-        named |= {name: tf.linalg.matrix_transpose(named[name]) for name in kernels.turned}
         outputs, final = composite(layer, named)
         ends = (outputs, *final) if layer.outputs else final
     return inner.gradient(ends, wanted, arriving, tf.UnconnectedGradients.ZERO)

@@ -125,6 +125,6 @@ def weights_of(layer: Any, parts: bool = False) -> dict[str, Any]:
             scales = getattr(cell, "_scales", {})
             weights |= {name + end: ops.convert_to_tensor(of) for name, of in scales.items()}
         if parts and not isinstance(cell, RNNCell):  # a GRU that resets before the matmul has one
-            further = part._further(ops.convert_to_tensor(cell.recurrent_kernel))
-            weights |= {name + end: matrix for name, matrix in further.items()}
+            further = part._further()
+            weights |= {name + end: ops.transpose(kernel) for name, kernel in further.items()}
     return weights

@@ -62,7 +62,8 @@ COMPUTED = """
     %ahead = stablehlo.add %rows, %least : tensor<i32>
     %groups = stablehlo.divide %ahead, %size : tensor<i32>"""
 TYPES = {"bfloat16": "bf16", "uint8": "ui8", "uint32": "ui32", "int8": "i8"}  # others: f and bits
-TARGET = "anycell.keras.step_by_step_traces_it_without"  # XLA's errors elsewhere quote this name
+# Errors of XLA elsewhere, of TensorFlow Lite and TensorFlow Serving quote this name.
+TARGET = "anycell.keras.step_by_step_traces_it_without"
 
 
 class Place(NamedTuple):
@@ -523,8 +524,8 @@ def _tried(run: Callable[..., Any], place: Place, by_xla: bool) -> Iterator[tupl
     """Results and gradients of a small LSTM of open sizes, each with the same step by step."""
     layer = Layer(cells.LSTM, (("H", 16),), Options(), "float32", outputs=True, unroll=True)
     shapes = {
-        "x": (3, 2, 5), "kernel": (5, 64), "recurrent_kernel": (16, 64), "bias_ih": (64,),
-        "state h": (2, 16), "state c": (2, 16),
+        "x": (3, 2, 5), "turned weight_ih": (5, 64), "turned weight_hh": (16, 64),
+        "bias_ih": (64,), "state h": (2, 16), "state c": (2, 16),
     }  # fmt: skip
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape).astype(layer.dtype) for shape in shapes.values()]

@@ -202,20 +202,22 @@ def run(
 
 def sequence(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
     """Returns the results of ``run``: all steps at once if possible, else step by step."""
-    if obstacle(cell) is not None:
-        if _of_users(cell) is not None:
-            begun = cell._begin() if isinstance(cell, RNNCell) else cell
-            few = short(x.shape[0], x.shape[1], tf.nest.flatten(state))
-            step = vars(cell)["_step"] = SHORT if few else reading.read(begun, x, state)
-            if not isinstance(step, str):
-                known = None if lengths is None else mask(x, lengths)
-                return reading.run(step, masked(x, lengths), state, known, reverse)
-        return _step_by_step(cell, x, state, lengths, reverse)
-    with cell._scoped():
-        return cell._begin()._sequence(x, state, lengths, reverse)
+    begun = cell._begin() if isinstance(cell, RNNCell) else cell
+    if obstacle(cell) is None:
+        with cell._scoped():
+            return begun._sequence(x, state, lengths, reverse)
+    if _of_users(cell) is not None:
+        few = short(x.shape[0], x.shape[1], tf.nest.flatten(state))
+        step = vars(cell)["_step"] = SHORT if few else reading.read(begun, x, state)
+        if not isinstance(step, str):
+            known = None if lengths is None else mask(x, lengths)
+            return reading.run(step, masked(x, lengths), state, known, reverse)
+    return _step_by_step(begun, x, state, lengths, reverse)
 
 
 def _step_by_step(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bool) -> Result:
+    """Runs a cell in TensorFlow's own loop."""
+
     def flip(steps: Tensor) -> Tensor:
         if not reverse:
             return steps
@@ -223,9 +225,8 @@ def _step_by_step(cell: Any, x: Tensor, state: Any, lengths: Tensor, reverse: bo
             return tf.reverse(steps, [0])
         return tf.reverse_sequence(steps, lengths, seq_axis=0, batch_axis=1)
 
-    begun = cell._begin() if isinstance(cell, RNNCell) else cell
     outputs, final = v1.nn.dynamic_rnn(
-        begun, flip(masked(x, lengths)), lengths, state, x.dtype, time_major=True,
+        cell, flip(masked(x, lengths)), lengths, state, x.dtype, time_major=True,
         scope=v1.get_variable_scope(),
     )  # fmt: skip
     return tf.nest.map_structure(flip, outputs), final

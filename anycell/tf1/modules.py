@@ -11,8 +11,7 @@ import tensorflow as tf
 from anycell.explanation import Explained
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
-from anycell.keras.rule import Facts, choose
-from anycell.keras.tensorflow import gpu_visible, recur, refusal, unfit
+from anycell.keras.tensorflow import engine_of, recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
 from anycell.plan import Engine, Layer, Options
@@ -82,8 +81,8 @@ class KernelCell(Explained, RNNCell):
         kernel, width = self._read("kernel"), x.shape.as_list()[2]
         return {
             "x": x,
-            "kernel": kernel[:width],
-            "recurrent_kernel": kernel[width:],
+            "turned weight_ih": kernel[:width],
+            "turned weight_hh": kernel[width:],
             "bias_ih": self._read("bias"),
         }
 
@@ -162,11 +161,8 @@ class KernelCell(Explained, RNNCell):
         return self.name
 
     def _engine(self) -> Engine:
-        layer, dtype = self._layer(), tf.as_dtype(self.dtype or tf.float32)
-        gpu = gpu_visible()
-        layer = layer._replace(dtype=self._computed.name)
-        why = unfit(layer, True) if gpu else None
-        name, reason = choose(Facts(layer, gpu=gpu, unfit=why, traced=refusal(gpu)))
+        dtype = tf.as_dtype(self.dtype or tf.float32)
+        name, reason = engine_of(self._layer()._replace(dtype=self._computed.name))
         return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> Result:
@@ -291,7 +287,7 @@ class LSTMCell(KernelCell):
         arrays = self._read_kernel(x) | named_states(self.cell, (h, c))
         arrays |= {name: self._read(name) for name in self.cell.param_names}
         if self.num_proj:
-            arrays["weight_projection"] = tf.transpose(self._read("projection/kernel"))
+            arrays["turned weight_projection"] = self._read("projection/kernel")
         return arrays
 
     def _state(self, final: Sequence[Tensor]) -> Any:
@@ -394,9 +390,9 @@ class GRUCell(KernelCell):
         gates, candidate = self._read("gates/kernel"), self._read("candidate/kernel")
         return {
             "x": x,
-            "kernel": tf.concat([gates[:width], candidate[:width]], axis=1),
+            "turned weight_ih": tf.concat([gates[:width], candidate[:width]], axis=1),
             "bias_ih": tf.concat([self._read("gates/bias"), self._read("candidate/bias")], axis=0),
-            "weight_gates": tf.transpose(gates[width:]),
-            "weight_candidate": tf.transpose(candidate[width:]),
+            "turned weight_gates": gates[width:],
+            "turned weight_candidate": candidate[width:],
             **named_states(self.cell, state),
         }

@@ -27,10 +27,9 @@ import anycell.tf1 as t1
 from anycell import cells
 from anycell.engines.gpu import launch, refusals
 from anycell.engines.gpu.interpreter import Interpreter, Started
-from anycell.keras import steps, tensorflow, xla
+from anycell.keras import tensorflow, xla
 from anycell.keras.xla import XlaCard
 from anycell.layer import card, recipe
-from anycell.tf1 import modules
 from tests.conformance import on_keras
 from tests.keras.test_xla import Leaky
 
@@ -60,8 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     register()
     monkeypatch.setattr(xla, "CARD", PLACE)
     monkeypatch.setattr(tensorflow, "on_gpu", lambda _: True)
-    for module in (tensorflow, steps, modules):
-        monkeypatch.setattr(module, "gpu_visible", lambda: True)
+    monkeypatch.setattr(tensorflow, "gpu_visible", lambda: True)
     monkeypatch.setattr(tensorflow, "doubt", lambda _: None)
     forget()
     with launches(monkeypatch) as seen:

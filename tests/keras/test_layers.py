@@ -696,9 +696,9 @@ def test_random_masks(engine: str | None, monkeypatch: pytest.MonkeyPatch) -> No
     assert np.array_equal(number(layer(x)[0]), np.full((8, 16, 64), 1.25))
 
     model = keras.Sequential([keras.Input((6, 2)), ak.ZoneoutLSTM(8)])
-    model.compile("sgd", "mse")
-    history = model.fit(np.ones((8, 6, 2)), np.ones((8, 8)), batch_size=4, epochs=2, verbose=0)
-    assert history.history["loss"][1] < history.history["loss"][0]
+    model.compile(keras.optimizers.SGD(0.2), "mse")  # whose steps are larger than the masks' noise
+    history = model.fit(np.ones((8, 6, 2)), np.ones((8, 8)), batch_size=4, epochs=5, verbose=0)
+    assert history.history["loss"][-1] < 0.9 * history.history["loss"][0]
 
 
 def test_a_cell_in_a_layer_of_keras(rng: np.random.Generator) -> None:
