@@ -32,7 +32,6 @@ class Surroundings(Watched):
         step: the module or the function.
         places: the variables that are tensors.
         modules: the modules among them.
-        objects: other objects among them that have attributes.
         labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         watched: variables of code, of classes and of objects among them; see ``Watched``.
@@ -44,7 +43,6 @@ class Surroundings(Watched):
     step: Any
     places: list[tuple[Any, str]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
@@ -111,7 +109,6 @@ class Surroundings(Watched):
                 self._function(value)
         elif hasattr(value, "__dict__") and not isinstance(value, type):
             self.guards.append(type(value))
-            self.objects.append(value)
             if callable(value):
                 self.walk(type(value).__call__)
             for name in vars(value):
@@ -136,7 +133,6 @@ class Surroundings(Watched):
         if known or type(attributes) is not dict or (id(value), names) in self.seen:
             return
         self.seen.add((id(value), names))
-        self.objects.append(value)
         for name in sorted(names & attributes.keys()):
             self._variable(attributes, name, name, names)
         for name in names - attributes.keys():

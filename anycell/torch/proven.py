@@ -7,6 +7,7 @@ import pickle
 import random
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,8 @@ from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
 from anycell.torch.stepwise import Step, Steps, stepwise
 
 _RETURN = "return what changes as a part of the state"
+_MOST = 10_000  # containers, and numbers of an array, that are compared
+_OTHER = Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
 _LOCK = threading.RLock()  # a step is recorded with other tensors in place of its own
 
 
@@ -76,7 +79,8 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
     generators of torch.
     """
     sources = [(name, get, put, get()) for name, get, put in _sources(around)]
-    old = [(thing, dict(vars(thing))) for thing in (*around.modules, *around.objects)]
+    old = [(module, dict(vars(module))) for module in around.modules]
+    reached = [(thing, _content(thing)) for thing in _reached(around)]
     faults: list[Refused] = []
 
     def fault(what: str, where: str = "") -> None:
@@ -91,13 +95,13 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
                 if name:
                     where, instead = _place(around.step), "draw with torch, choose with torch.where"
                     faults.append(Refused(f"the step draws from {name}", instead, where))
-        for thing, attributes in old:
-            now = vars(thing)
+        for module, attributes in old:
+            now = vars(module)
             names = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
             if names:
                 now.clear()
                 now.update(attributes)
-                fault(names[0], _place(thing) if isinstance(thing, nn.Module) else "")
+                fault(names[0], _place(module))
         for holder, name, value in around.changed:
             if isinstance(holder, types.CellType):
                 holder.cell_contents = value
@@ -105,13 +109,52 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
             elif isinstance(holder, dict) and value is not MISSING:
                 holder[name] = value
                 fault(name)
-        for container, copy in around.containers:
-            if not alike(container, copy):
-                container.clear()
-                container.extend(copy) if type(container) is list else container.update(copy)
-                fault(f"a {type(container).__name__} around it")
+        for thing, content in reached:
+            now = _content(thing)
+            if type(now) is bytes:
+                if now != content:
+                    thing[...] = np.frombuffer(content, thing.dtype).reshape(thing.shape)
+                    fault("an array around it")
+            elif not alike(now, content):
+                thing.clear()
+                thing.update(content) if isinstance(thing, (dict, set)) else thing.extend(content)
+                fault(f"a {type(thing).__name__} around it")
     if faults:
         raise faults[0]
+
+
+def _content(thing: Any) -> Any:
+    """A copy of what a container or an array has."""
+    if isinstance(thing, np.ndarray):
+        return thing.tobytes()
+    return next((kind for kind in (dict, set) if isinstance(thing, kind)), list)(thing)
+
+
+def _reached(around: Surroundings) -> list[Any]:
+    """Containers and arrays that a step may change: those around it, and what they and the objects
+    among them have, up to a number. Attributes of an object are a dictionary.
+    """
+    found, seen = list[Any](), set[int]()
+    known = [*around.held, *(container for container, _ in around.containers)]
+    left = [*(value for _, _, value in around.watched), *known]
+    left += [value for module in around.modules for value in vars(module).values()]
+    while left and len(found) < _MOST:
+        thing = left.pop()
+        if id(thing) in seen or isinstance(thing, (*_OTHER, nn.Module)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, np.ndarray):
+            if thing.flags.writeable and thing.dtype != object and thing.size <= _MOST:
+                found.append(thing)
+        elif isinstance(thing, (dict, list, set, deque)):
+            found.append(thing)
+            left += [*thing.values()] if isinstance(thing, dict) else [*thing]
+        elif isinstance(thing, tuple):
+            left += thing
+        elif type(thing).__module__.partition(".")[0] not in ("anycell", "torch"):
+            attributes = getattr(thing, "__dict__", None)
+            left += [attributes] if type(attributes) is dict else []
+    return found
 
 
 def _sources(around: Surroundings) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:

@@ -2,6 +2,8 @@
 
 import random
 import re
+from collections import OrderedDict, deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -172,21 +174,43 @@ def test_a_step_with_effects_runs_as_often_as_in_a_loop(name: str) -> None:
     assert torch.equal(made[1], torch.stack(outputs))
 
 
-def test_a_count_of_calls_is_refused_and_right() -> None:
-    """Though no number of the step follows it."""
+def counted() -> None:
     global COUNT
-    COUNT, h, x = 0, torch.zeros(B, I), torch.randn(40, B, I)
+    COUNT += 1
+
+
+class Log:
+    def __init__(self) -> None:
+        self.queue, self.table, self.numbers = deque[int](), OrderedDict(n=0), np.zeros(2)
+        self.inner = SimpleNamespace(n=0)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "COUNT": (lambda log: counted(), "changes COUNT"),
+    "deque": (lambda log: log.queue.append(1), "changes a deque"),
+    "table": (lambda log: log.table.update(n=log.table["n"] + 1), "changes a OrderedDict"),
+    "inner": (lambda log: vars(log.inner).update(n=log.inner.n + 1), "changes a dict"),
+    "array": (lambda log: np.add(log.numbers, 1, out=log.numbers), "changes an array"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_that_changes_what_is_around_it_is_refused(name: str) -> None:
+    """Though no result follows it. Reading it changes nothing."""
+    global COUNT
+    COUNT, h, x, log = 0, torch.zeros(B, I), torch.randn(40, B, I), Log()
+    change, says = CHANGES[name]
 
     def step(h: Tensor, x: Tensor) -> Any:
-        global COUNT
-        COUNT += 1
+        change(log)
         h = torch.tanh(h + x)
         return h, h
 
     for calls in (40, 80):
         scan(step, h, x)
-        assert calls == COUNT
-    assert "the step changes COUNT" in explain_scan(step, h, x)
+        counts = COUNT, len(log.queue), log.table["n"], log.inner.n, log.numbers.mean()
+        assert max(counts) == sum(counts) == calls
+    assert says in explain_scan(step, h, x)
 
 
 def test_scan_of_nothing() -> None:
