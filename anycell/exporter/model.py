@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.exporter.blob import POINTER, Blob
-from anycell.exporter.program import FIRST, Program, Start, padded
+from anycell.exporter.program import Program, Start, padded, width_of
 from anycell.lang.cell import ONE
 from anycell.layer.parts import Part, Recurrent, Simple, opened
 from anycell.layer.signature import ENDS
@@ -60,7 +60,8 @@ class Model:
         self.weights, self.lanes = weights, _filled(simple, lanes)
         self.passes, self.memory = list[Pass](), dict[str, int]()
         self.blob = Blob() if blob else None
-        start = FIRST._replace(states=padded(POINTER, self.lanes) * blob)
+        width = next(filter(None, map(width_of, simple)), 0)
+        start = Start(width, padded(POINTER, self.lanes) * blob)
         reads: Rows | None = None
         layers, inputs = [*_layers(simple)], 0
         for k, (first, layer) in enumerate(layers):

@@ -60,13 +60,10 @@ class Start(NamedTuple):
     and of layers before it, and the width of the rows that they left; 0 if it is the first.
     """
 
-    inputs: int = 0
-    states: int = 0
+    inputs: int
+    states: int
     layer: int = 0
     width: int = 0
-
-
-FIRST = Start()
 
 
 class Program:
@@ -88,24 +85,20 @@ class Program:
         ends: the outputs of all layers.
     """
 
-    def __init__(
-        self, parts: Sequence[Simple], lanes: int = 1, weights: str = "float32",
-        start: Start = FIRST,
-    ) -> None:  # fmt: skip
+    def __init__(self, parts: Sequence[Simple], lanes: int, weights: str, start: Start) -> None:
         self.memories: list[Memory] = []
         self.matrices, self.weights = list[Matrix](), weights
         self.params: list[Array] = []
-        width = start.width or next(filter(None, map(_width, parts)), 0)
-        self.inputs = start.inputs or width
+        width, self.inputs = start.width or start.inputs, start.inputs
         if not width:
             hint = "Export a model that begins with a layer of known inputs."
             refuse("model", "no layer with weights", "one at least", hint)
         rows = "x" if start.width else "in"
         node, self.ends = Expr("input", (), (rows, 0, width)), list[Expr]()
         for number, part in enumerate(parts, start.layer):
-            if (_width(part) or width) != width:
+            if (width_of(part) or width) != width:
                 expected = f"{width}, the outputs of the layer before it"
-                refuse("model", f"a layer {number} of {_width(part)} inputs", expected)
+                refuse("model", f"a layer {number} of {width_of(part)} inputs", expected)
             if isinstance(part, Affine):
                 node = self._product(node, float32(part.weight), _optional(part.bias))
                 width = len(self.matrices[-1].bias)
@@ -154,7 +147,7 @@ class Program:
         if FREE in cell.gates:  # the series has no influence where it is free
             self.inputs += 1
             series = Expr("param", (), (len(self.params),))
-            self.params.append((np.arange(_width(part)) < sizes[OUTPUT]).astype(np.float32))
+            self.params.append((np.arange(width_of(part)) < sizes[OUTPUT]).astype(np.float32))
             hidden = apply("gt", apply("mul", free, series), 0.0)
             node = apply("where", hidden, 0.0, node)
         static = Expr("static", (), (cell.static,))
@@ -332,7 +325,7 @@ def _optional(array: Any) -> Array | None:
     return None if array is None else float32(array)
 
 
-def _width(part: Simple) -> int:
+def width_of(part: Simple) -> int:
     """The number of inputs of a part; 0 if it takes any."""
     if isinstance(part, Recurrent):
         return int(part.learned[0]["weight_ih"].shape[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +30,19 @@ class Watched:
     containers: list[tuple[Any, Any]] = field(default_factory=list, init=False)
 
     @property
-    def fresh(self) -> bool:
-        """Whether all variables are what they were."""
+    def changed(self) -> Iterator[tuple[Any, Any, Any]]:
+        """The variables that are not what they were, with their old values."""
         for holder, name, value in self.watched:
             now = value_of(holder, name)
             if now is not value and not _equal(now, value):
-                return False
-        return all(alike(container, copy) for container, copy in self.containers)
+                yield holder, name, value
+
+    @property
+    def fresh(self) -> bool:
+        """Whether all variables are what they were."""
+        return next(self.changed, None) is None and all(
+            alike(container, copy) for container, copy in self.containers
+        )
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import operator
+import pickle
+import random
 import threading
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +21,16 @@ from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
-from anycell.read.watched import alike
+from anycell.read.watched import MISSING, alike
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
 from anycell.torch.stepwise import Step, Steps, stepwise
 
+_RETURN = "return what changes as a part of the state"
+_MOST = 10_000  # containers, and numbers of an array, that are compared
+_OTHER = Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
 _LOCK = threading.RLock()  # a step is recorded with other tensors in place of its own
 
 
@@ -66,29 +74,106 @@ def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> An
 
 @contextmanager
 def _unchanged(around: Surroundings) -> Iterator[None]:
-    """Refuses a step that changes attributes of modules, lists or dictionaries around it, and
-    restores them.
+    """Refuses a step that draws numbers from elsewhere than torch, or changes variables around it:
+    attributes, what is in lists and dictionaries, variables of code. Restores all of them, and the
+    generators of torch.
     """
-    old = [(module, dict(module.__dict__)) for module in around.modules]
-    changed: list[tuple[str, str]] = []
+    sources = [(name, get, put, get()) for name, get, put in _sources(around)]
+    old = [(module, dict(vars(module))) for module in around.modules]
+    reached = [(thing, _content(thing)) for thing in _reached(around)]
+    faults: list[Refused] = []
+
+    def fault(what: str, where: str = "") -> None:
+        faults.append(Refused(f"the step changes {what}", _RETURN, where))
+
     try:
         yield
     finally:
+        for name, get, put, state in sources:
+            if pickle.dumps(get()) != pickle.dumps(state):
+                put(state)
+                if name:
+                    where, instead = _place(around.step), "draw with torch, choose with torch.where"
+                    faults.append(Refused(f"the step draws from {name}", instead, where))
         for module, attributes in old:
-            now = module.__dict__
+            now = vars(module)
             names = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
             if names:
                 now.clear()
                 now.update(attributes)
-                changed.append((_place(module), f"the step changes {names[0]}"))
-        for container, copy in around.containers:
-            if not alike(container, copy):
-                container.clear()
-                container.extend(copy) if type(container) is list else container.update(copy)
-                changed.append(("", f"the step changes a {type(container).__name__} around it"))
-    if changed:
-        where, problem = changed[0]
-        raise Refused(problem, "return what changes as a part of the state", where)
+                fault(names[0], _place(module))
+        for holder, name, value in around.changed:
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = value
+                fault("a variable of the function around it")
+            elif isinstance(holder, dict) and value is not MISSING:
+                holder[name] = value
+                fault(name)
+        for thing, content in reached:
+            now = _content(thing)
+            if type(now) is bytes:
+                if now != content:
+                    thing[...] = np.frombuffer(content, thing.dtype).reshape(thing.shape)
+                    fault("an array around it")
+            elif not alike(now, content):
+                thing.clear()
+                thing.update(content) if isinstance(thing, (dict, set)) else thing.extend(content)
+                fault(f"a {type(thing).__name__} around it")
+    if faults:
+        raise faults[0]
+
+
+def _content(thing: Any) -> Any:
+    """A copy of what a container or an array has."""
+    if isinstance(thing, np.ndarray):
+        return thing.tobytes()
+    return next((kind for kind in (dict, set) if isinstance(thing, kind)), list)(thing)
+
+
+def _reached(around: Surroundings) -> list[Any]:
+    """Containers and arrays that a step may change: those around it, and what they and the objects
+    among them have, up to a number. Attributes of an object are a dictionary.
+    """
+    found, seen = list[Any](), set[int]()
+    known = [*around.held, *(container for container, _ in around.containers)]
+    left = [*(value for _, _, value in around.watched), *known]
+    left += [value for module in around.modules for value in vars(module).values()]
+    while left and len(found) < _MOST:
+        thing = left.pop()
+        if id(thing) in seen or isinstance(thing, (*_OTHER, nn.Module)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, np.ndarray):
+            if thing.flags.writeable and thing.dtype != object and thing.size <= _MOST:
+                found.append(thing)
+        elif isinstance(thing, (dict, list, set, deque)):
+            found.append(thing)
+            left += [*thing.values()] if isinstance(thing, dict) else [*thing]
+        elif isinstance(thing, tuple):
+            left += thing
+        elif type(thing).__module__.partition(".")[0] not in ("anycell", "torch"):
+            attributes = getattr(thing, "__dict__", None)
+            left += [attributes] if type(attributes) is dict else []
+    return found
+
+
+def _sources(around: Surroundings) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    """What a step may draw numbers from, with functions that get and set its state; no name where a
+    kernel may draw all of them at once.
+    """
+    yield "Python's random", random.getstate, random.setstate
+    yield "numpy.random", np.random.get_state, np.random.set_state
+    for thing in around.held:
+        if isinstance(thing, torch.Generator):
+            yield "", thing.get_state, thing.set_state
+        elif isinstance(thing, random.Random):
+            yield "Python's random", thing.getstate, thing.setstate
+        elif isinstance(thing, np.random.RandomState):
+            yield "numpy.random", thing.get_state, thing.set_state
+        elif isinstance(thing, np.random.Generator):
+            bits = thing.bit_generator
+            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+            yield "numpy.random", get, put
 
 
 def _place(step: Any) -> str:
@@ -126,7 +211,7 @@ class _Flat:
         if changed:
             raise Refused(
                 f"the step assigns a new tensor to {changed[0]}",
-                "return what changes as a part of the state",
+                _RETURN,
             )
         parts, output_tree = pytree.tree_flatten(output)
         after, state_tree = call.leaves_of(state)

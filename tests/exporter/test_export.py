@@ -128,6 +128,11 @@ def test_layers_in_both_directions(
     assert_close(run(library, row), expected, "float32", "forward")
     header = library.with_suffix(".h").read_text(encoding="utf-8")
     assert "model_process" in header and "model_step" not in header
+    x4 = rng.standard_normal((9, 1, 4)).astype(np.float32)
+    begins = compiled([both, between], tmp_path / "begins", target=target)  # no layer before it
+    row = np.concatenate([x4[:, 0], row[:, 3:]], 1)
+    expected = between.forward(both.forward(x4, **further)[0])[:, 0]
+    assert_close(run(begins, row), expected, "float32", "forward")
     alone = compiled(perturbed(RNN(cells.GRU, 3, 6, bidirectional=True), rng), tmp_path / "alone")
     assert "MODEL_MEMORY 0\n" in alone.with_suffix(".h").read_text(encoding="utf-8")
 

@@ -1,7 +1,12 @@
 """``anycell.torch.scan``: that of torch, and fused."""
 
+import random
+import re
+from collections import OrderedDict, deque
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -89,6 +94,123 @@ def test_scan_sees_what_an_object_reads() -> None:
     for t in range(T):
         expected, _ = step(expected, x[t])
     check_trees(scan(step, h, x)[0], expected)
+
+
+COUNT = 0
+DICE = random.Random(), np.random.RandomState(0), np.random.default_rng(0), torch.Generator()
+
+
+def count() -> float:
+    global COUNT
+    COUNT += 1
+    return float(COUNT)
+
+
+class Counting:
+    count = 0
+
+    def __call__(self) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+def nested() -> Any:
+    number = 0.0
+
+    def increased() -> float:
+        nonlocal number
+        number += 1.0
+        return number
+
+    return increased
+
+
+NUMBER = "a number here follows"
+EFFECTS = {
+    "global": lambda: (count, NUMBER),
+    "closure": lambda: (nested(), NUMBER),
+    "object": lambda: (Counting(), NUMBER),
+    "random": lambda: (lambda: random.random() < 0.1, "draws from Python's random"),
+    "numpy": lambda: (lambda: np.random.rand() < 0.1, r"draws from numpy\.random"),
+    "Random": lambda: (lambda: DICE[0].random() < 0.1, "draws from Python's random"),
+    "RandomState": lambda: (lambda: DICE[1].rand() < 0.1, r"draws from numpy\.random"),
+    "Generator": lambda: (lambda: DICE[2].random() < 0.1, r"draws from numpy\.random"),
+    "torch": lambda: (lambda: torch.rand((), generator=DICE[3]), r"aten\.sort"),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_a_step_with_effects_runs_as_often_as_in_a_loop(name: str) -> None:
+    """Reading it leaves no trace, and no branch that was not taken is forgotten."""
+
+    def restart() -> Any:
+        global COUNT
+        COUNT = 0
+        random.seed(4)
+        np.random.seed(4)
+        DICE[0].seed(4), DICE[1].seed(4), DICE[3].manual_seed(4)
+        DICE[2].bit_generator.state = np.random.default_rng(4).bit_generator.state
+        return EFFECTS[name]()
+
+    weight, x, h = torch.randn(I, I), torch.randn(40, B, I), torch.zeros(B, I)
+    number, says = restart()
+
+    def step(h: Tensor, x: Tensor) -> Any:
+        factor = number()
+        h = torch.tanh(h @ weight + x)
+        if name == "torch":
+            h = h.sort(-1).values * factor
+        elif factor is not False:
+            h = h / (1.0 + factor)
+        return h, h
+
+    made = scan(step, h, x)
+    assert re.search(says, explain_scan(step, h, x))
+    number, _ = restart()
+    outputs = []
+    for x_t in x:
+        h, y = step(h, x_t)
+        outputs.append(y)
+    assert torch.equal(made[1], torch.stack(outputs))
+
+
+def counted() -> None:
+    global COUNT
+    COUNT += 1
+
+
+class Log:
+    def __init__(self) -> None:
+        self.queue, self.table, self.numbers = deque[int](), OrderedDict(n=0), np.zeros(2)
+        self.inner = SimpleNamespace(n=0)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "COUNT": (lambda log: counted(), "changes COUNT"),
+    "deque": (lambda log: log.queue.append(1), "changes a deque"),
+    "table": (lambda log: log.table.update(n=log.table["n"] + 1), "changes a OrderedDict"),
+    "inner": (lambda log: vars(log.inner).update(n=log.inner.n + 1), "changes a dict"),
+    "array": (lambda log: np.add(log.numbers, 1, out=log.numbers), "changes an array"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_that_changes_what_is_around_it_is_refused(name: str) -> None:
+    """Though no result follows it. Reading it changes nothing."""
+    global COUNT
+    COUNT, h, x, log = 0, torch.zeros(B, I), torch.randn(40, B, I), Log()
+    change, says = CHANGES[name]
+
+    def step(h: Tensor, x: Tensor) -> Any:
+        change(log)
+        h = torch.tanh(h + x)
+        return h, h
+
+    for calls in (40, 80):
+        scan(step, h, x)
+        counts = COUNT, len(log.queue), log.table["n"], log.inner.n, log.numbers.mean()
+        assert max(counts) == sum(counts) == calls
+    assert says in explain_scan(step, h, x)
 
 
 def test_scan_of_nothing() -> None:
