@@ -420,12 +420,12 @@ class _BackwardCall(NamedTuple):
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """Those of the output and of each final state."""
+        """The gradients of the output and of each final state; None for what has none."""
         present = iter(self.arriving)
         return [next(present) if one else None for one in self.given]
 
     def before(self, layer: Layer) -> Kept:
-        """What the forward pass has kept."""
+        """The values that the forward pass has kept."""
         return Kept.of(self.kept, _kept_states(layer), len(layer.options.reverse))
 
 
