@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras import backend, ops
@@ -120,10 +120,10 @@ def dequantized(arrays: Arrays) -> Arrays:
     return real
 
 
-def unturned(arrays: Arrays, turn: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The arrays with weights as ``layer.signature`` lays them out; ``turn`` swaps two axes."""
+def unturned(arrays: Arrays) -> dict[str, Tensor]:
+    """The arrays with weights as ``layer.signature`` lays them out, by an operation for each."""
     return {
-        name.removeprefix(TURNED): turn(array) if name.startswith(TURNED) else array
+        name.removeprefix(TURNED): ops.swapaxes(array, -1, -2) if name.startswith(TURNED) else array
         for name, array in arrays.items()
     }
 
@@ -155,10 +155,12 @@ def expect(name: str, value: Any, expected: tuple[int | None, ...], meaning: str
 
 def lowered(layer: Layer, arrays: Arrays) -> tuple[Layer, dict[str, Tensor]]:
     """Returns the call and its arrays with the names and layouts of ``anycell.layer``."""
-    below = unturned(arrays, lambda weight: weight.swapaxes(-1, -2))
-    for name in below:
-        if name.startswith(OF_STATES):
-            below[name] = below[name][None]
+    below: dict[str, Tensor] = {}
+    for name, array in arrays.items():
+        if name.startswith(TURNED):
+            below[name.removeprefix(TURNED)] = array.swapaxes(-1, -2)
+        else:
+            below[name] = array[None] if name.startswith(OF_STATES) else array
     if "seed" in below:  # two numbers in Keras
         low, high = (int(part) for part in below.pop("seed"))
         layer = layer._replace(options=layer.options._replace(seed=low + high * 2**31))

@@ -304,12 +304,11 @@ def gathered(
     """
     named = {**arrays, "weight_hh": cell.recurrent_kernel, "bias_ih": cell.bias}
     named |= named_states(step, states)
-    kernels = {name for name in named if name.startswith("weight_")} - {*step.param_names}
-    tensors = {
-        TURNED + name if name in kernels else name: read(array)
-        for name, array in named.items()
-        if array is not None
-    }
+    tensors, params = {}, step.param_names
+    for name, array in named.items():
+        if array is not None:
+            kernel = name.startswith("weight_") and name not in params
+            tensors[TURNED + name if kernel else name] = read(array)
     bias = tensors.get("bias_ih")
     if bias is not None and len(bias.shape) == 2:
         tensors["bias_ih"], tensors["bias_hh"] = bias[0], bias[1]

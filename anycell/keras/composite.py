@@ -37,8 +37,8 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
         return keras.tree.map_structure(
             lambda result: None if result is None else ops.cast(result, narrow), results
         )
-    below = {n: a[None] if n.startswith(OF_STATES) else a for n, a in arrays.items()}
-    below = unturned(below, lambda weight: ops.swapaxes(weight, -1, -2))
+    plain = unturned(arrays)
+    below = {n: a[None] if n.startswith(OF_STATES) else a for n, a in plain.items()}
     options = layer.options._replace(seed=below.pop("seed", None))
     runs = steps.directions(layer._replace(options=options), below, _linear, _Run)
     in_graph = backend.backend() == "tensorflow" and not hasattr(arrays["x"], "numpy")

@@ -221,7 +221,7 @@ class _Fed(Fused):
     def _arrays(self, *args: Any) -> Arrays:
         arrays, readout = self.layer._arrays(*args), self.readout
         dtype = keras.backend.standardize_dtype(arrays["x"].dtype)
-        learned = unturned(arrays, lambda kernel: ops.swapaxes(kernel, -1, -2))
+        learned = unturned(arrays)
         weight, bias = ops.cast(ops.transpose(readout.kernel), dtype), readout.bias
         bias = None if bias is None else ops.cast(ops.convert_to_tensor(bias), dtype)
         return fed(namespace(arrays["x"]), learned, self.layer.cell.units, weight, bias)
