@@ -158,8 +158,8 @@ def _reached(around: Surroundings) -> list[Any]:
 
 
 def _sources(around: Surroundings) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """What a step may draw numbers from, with functions that get and set its state; no name where a
-    kernel may draw all of them at once.
+    """The sources that a step may draw numbers from, with functions that get and set their states;
+    no name where a kernel may draw all of them at once.
     """
     yield "Python's random", random.getstate, random.setstate
     yield "numpy.random", np.random.get_state, np.random.set_state

@@ -458,12 +458,13 @@ class Run:
     def compute(self, wanted: Sequence[Variable]) -> None:
         """Adds values of kind X or S at all steps to ``series``; S from states that are there."""
         missing = [v for v in dict.fromkeys(wanted) if v not in self.series]
-        if not self.merged:
-            self._map(missing)
-            return
+        whole = [v for v in missing if not self.merged or v.axis is None]
+        if whole:
+            self._map(whole)
         for v in missing:
+            if v in self.series:
+                continue
             tensor, axis = self._flat[v], v.axis
-            assert axis is not None
             times = tensor.shape[axis] // self.steps
             tensor = tensor.unflatten(axis, (self.steps, times))
             self.series[v] = tensor.movedim(axis, 0) if axis else tensor

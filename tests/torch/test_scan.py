@@ -213,6 +213,23 @@ def test_a_step_that_changes_what_is_around_it_is_refused(name: str) -> None:
     assert says in explain_scan(step, h, x)
 
 
+def test_outputs_that_combine_all_rows_are_computed_for_each_step() -> None:
+    weight = torch.randn(I, I, requires_grad=True)
+    h, x = torch.zeros(B, I), torch.randn(40, B, I)
+
+    def step(h: Tensor, x: Tensor) -> Any:
+        h = torch.tanh(h @ weight + x)
+        return h, (h.sum(), h.mean(0), h[0], x.max(), h - h.mean(0))
+
+    made = scan(step, h, x)
+    assert explain_scan(step, h, x).startswith("A fused kernel")
+    outputs = []
+    for x_t in x:
+        h, y = step(h, x_t)
+        outputs.append(y)
+    check_trees(made, (h, tuple(map(torch.stack, zip(*outputs, strict=True)))))
+
+
 def test_scan_of_nothing() -> None:
     h = torch.zeros(B, H)
     assert scan(lambda c, x: (c, x), h, []) == (h, [])
