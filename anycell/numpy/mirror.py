@@ -58,7 +58,8 @@ _HIDDEN = {
 }  # fmt: skip
 _METACLASSES = type, abc.ABCMeta
 _ROOTS = object, abc.ABC, Generic  # classes that have nothing for a step
-_SLOTS = ("__getattribute__", "__setattr__", "__delattr__", "__slots__")
+# What classes have that are not simply Python's; the last is of functions of Cython.
+_SLOTS = ("__getattribute__", "__setattr__", "__delattr__", "__slots__", "__qualname__")
 _MOST = 256  # things in a list, and numbers in an array that are compared
 _SKIPPED = {"__dict__", "__weakref__", "__init_subclass__", "__del__", "__set_name__"}
 

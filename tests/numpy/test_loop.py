@@ -349,6 +349,10 @@ def test_steps_with_other_effects_run_as_they_are() -> None:
         h = np.tanh(x @ W[:, :H] + h * generator.random(h.shape))
         return h, h
 
+    def draws_from_all(x: Any, h: Any) -> Any:
+        h = np.tanh(x @ W[:, :H] + h * np.random.rand(*h.shape))
+        return h, h
+
     class Reservoir:
         seen = 0
 
@@ -362,6 +366,7 @@ def test_steps_with_other_effects_run_as_they_are() -> None:
         counts: "changes what is around it",
         logs: "changes what is around it",
         draws: "reads generator (a Generator)",
+        draws_from_all: "reads rand (a cython_function_or_method)",
         reservoir: "assigns to seen",
     }
     for step, reason in reasons.items():
