@@ -323,7 +323,7 @@ class RNN(Explained, base.Layer):
             if name in result
         }
         self._grads = {name: grads[name] for name in self._parameters}
-        statics = [result["static"] for result in results if "static" in result]
+        statics = [result["static"] for result in results] if "static" in results[0] else []
         self.grad_static = sum(statics[1:], statics[0]) if statics else None
         restored = f"reset_state {self.cell.state_names[0]}" in results[0]
         self.grad_reset_state = self._joined("reset_state", results) if restored else None

@@ -268,6 +268,7 @@ def learn(
     if front is None:
         inputs = *names, *of_layer
         single = what == "call" and layers == 1 and module.checkpoint is None
+        single &= not plan.types.quantized  # of 8 bits, the kernels have no backward pass
         facts = "forward", True, *["holes"] * holes
         keeping = form_of(ready, inputs, *facts) if single else None
         read = tuple(weights.values()), tuple(absent)
