@@ -190,7 +190,10 @@ def ready(layer: Layer) -> Layer:
     """The layer as its passes on the CPU run it now: with torch's number of threads, and with
     matmuls that round as torch's setting allows.
     """
-    return layer._replace(plan=rounded(layer.plan), options=on_threads(layer.options))
+    plan, options = rounded(layer.plan), on_threads(layer.options)
+    if plan is layer.plan and options is layer.options:  # as in calls like an earlier one
+        return layer
+    return layer._replace(plan=plan, options=options)
 
 
 def rounded(plan: Plan) -> Plan:
@@ -243,4 +246,5 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 def on_threads(options: Options) -> Options:
     """Returns the options of a call with torch's number of threads."""
-    return options._replace(threads=threads())
+    count = threads()
+    return options if options.threads == count else options._replace(threads=count)

@@ -263,7 +263,7 @@ def learn(
     if flags is not None and plan.types.mixed and what == "step":
         return
     options = Options((False, True)[: 1 + both], training=module.training)
-    layer = Layer(cell, module._sizes, options, plan=plan)
+    layer = Layer(cell, module._sizes, fused.on_threads(options), plan=plan)
     ready, front, holes = fused.ready(layer), FRONTS.get(key), sparse(arguments.get("mask"))
     if front is None:
         inputs = *names, *of_layer
