@@ -39,7 +39,7 @@ without_a_card = pytest.mark.skipif(CARD, reason="a card shows more")
 
 def reports(*words: str, **how: Any) -> list[dict[str, Any]]:
     """Returns the compiler's reports on kernels; the tool fails if a kernel does not fit."""
-    said = run("tools/gpu_compile.py", "--json", *words, **COMPILES, **how)
+    said = run("tools/gpu_compile.py", "--json", *words, limit=1800, **COMPILES, **how)
     return [json.loads(line) for line in said.splitlines()]
 
 

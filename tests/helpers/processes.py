@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 300  # seconds: far more than any process needs on a busy machine
+LIMIT = 300  # seconds: far more than processes need on a busy machine, but for compilers
 
 
 def python(code: str, *arguments: str, **how: Any) -> str:
@@ -30,6 +30,7 @@ def run(
     *arguments: str,
     status: int = 0,
     quiet: bool = False,
+    limit: float = LIMIT,
     cwd: Path = ROOT,
     paths: Sequence[Path] = (),
     **env: str | None,
@@ -39,6 +40,7 @@ def run(
 
     Args:
         quiet: asserts that nothing goes to standard error.
+        limit: seconds after which it is ended, and the test fails.
         paths: directories before all others on PYTHONPATH; the checkout, its tests and this
             process's own PYTHONPATH follow, which may name another Triton.
         env: further variables of the environment; None unsets one.
@@ -56,7 +58,7 @@ def run(
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=LIMIT)
+            out, err = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             # A hanging grandchild would keep the pipes open. torchrun's children are in sessions of
             # their own; SIGTERM makes torchrun end them.
@@ -64,7 +66,7 @@ def run(
             time.sleep(5)
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
+            pytest.fail(f"still running after {limit:g} s\n{out}\n{err}")
     assert process.returncode == status, f"ended with {process.returncode}\n{out}\n{err}"
     assert not (quiet and err), err
     return out + err if status else out
