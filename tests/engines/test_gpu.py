@@ -791,6 +791,19 @@ def test_slices_for_an_older_compiler() -> None:
     assert any(part and part.rows * part.units > 64 * part.warps for part in tiles)
 
 
+def test_tiles_of_cells_that_reduce_whole_rows_are_small() -> None:
+    """With larger ones kernels spill, however few weights a thread holds."""
+
+    def tiles(cell: Cell, batch: int) -> set[int]:
+        one = plan(cell, 768, "bfloat16", "gpu")
+        parts = [choice.part for choice in capacity.choices(one, CARDS["H100"], batch=batch)]
+        return {part.rows * part.units for part in parts if part}
+
+    assert tiles(cells.GRU, 128) == {1024}  # the only one of which 132 programs are enough
+    assert tiles(cells.LayerNormGRU, 128) == set()
+    assert tiles(cells.LayerNormGRU, 64) == {capacity.REDUCED}
+
+
 def test_a_slice_waits_once() -> None:
     """A program loads everything it needs from the others at the same time, if registers hold it:
     one chunk after the other, each would take a trip to the second-level cache.

@@ -109,6 +109,8 @@ SLICE_NUMBERS = 216
 SURE = 206  # with more numbers most slices spill: tier 2 is not offered if all slices have more
 SUMS = 96  # sums of a thread, over its warp's share of k: with more every release of Triton spills
 LEFT = (0, 32, 64)
+# The most numbers of a tile of a cell that reduces whole rows: with more, kernels spill.
+REDUCED = 512
 # Before release YOUNG of Triton, sums take twice the shared memory on their way to the gates, and a
 # program spills if a thread has more than OLD_UNITS units of its tile.
 YOUNG, OLD_UNITS = (3, 5), 2
@@ -299,6 +301,8 @@ def _parts(
     if not plan.types.mixed and rows > (ROWS[0] if parted else ROWS[1]):
         return
     if rows * _columns(plan, units, backward) > 32 * SUMS:
+        return
+    if rows * units > REDUCED and _numbers(plan, backward):
         return
     warps_of: tuple[int, ...] = WARPS[1::-1]
     if parted:  # with 16 warps a thread has too few registers for numbers of whole rows
