@@ -24,8 +24,15 @@ from anycell.torch.framework import TorchDevice
 
 
 @pytest.fixture(scope="module")
-def bench() -> Any:
-    return load("tools/gpu_bench.py")
+def bench() -> Iterator[Any]:
+    """The tool, which chooses how torch rounds, as other tests must not see."""
+    from torch import backends
+
+    places = backends.cudnn, backends.cuda.matmul
+    allowed = [place.allow_tf32 for place in places]
+    yield load("tools/gpu_bench.py")
+    for place, value in zip(places, allowed, strict=True):
+        place.allow_tf32 = value
 
 
 # -- what is timed ---------------------------------------------------------------------------------
