@@ -1,7 +1,7 @@
 """``jax.vmap`` of the passes of a layer: several calls run as one where they can.
 
 Elements of the mapped axis become rows of the batch if all that differs between them has rows:
-input, states, masks. Otherwise a pass runs once for each element.
+input, states, masks. Otherwise a pass runs once for each element, see ``fused``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from anycell.layer.signature import FLAGS, OF_STATES
 
 Array = Any
 Arrays = Mapping[str, Array]
+MOST = 65_535  # elements of a launch, the programs along its third axis
 
 
 def row_axis(name: str, array: Array) -> int | None:

@@ -19,7 +19,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import card
 from anycell.layer.card import TracedDevice, played, record
 from anycell.layer.foreign import Seed
-from anycell.layer.launches import SEED
+from anycell.layer.launches import SEED, DeviceRecipe
 from anycell.layer.signature import Shape
 from anycell.plan import Layer, Options, Plan
 from anycell.plan import plan as make_plan
@@ -70,9 +70,26 @@ class JaxDevice(TracedDevice, Jax):
             words = options.seed.words[:2]
             named[SEED] = jnp.append(words, np.array(2 * options.stream, words.dtype))
         operands = [*(named[name] for name in recipe.names), *recipe.constants]
-        memory = jax.ShapeDtypeStruct((recipe.bytes,), np.uint8)
-        call = jax.ffi.ffi_call(_target(not recipe.waits), [*recipe.templates, memory])
-        return [*operands, *call(*operands, record=np.int64(record(recipe).address))]
+        return [*operands, *_played(recipe)(*operands)]
+
+
+def _played(recipe: DeviceRecipe, calls: int = 0, apart: tuple[bool, ...] = ()) -> Any:
+    """The function of a recipe's arrays that plays it, see ``record``. Under ``vmap`` all elements
+    are played at once.
+    """
+    axis, memory = (calls,) * bool(calls), jax.ShapeDtypeStruct((recipe.bytes,), np.uint8)
+    made = [jax.ShapeDtypeStruct((*axis, *a.shape), a.dtype) for a in (*recipe.templates, memory)]
+
+    @jax.custom_batching.custom_vmap
+    def play(*operands: Array) -> Any:
+        call = jax.ffi.ffi_call(_target(not recipe.waits), made)
+        return call(*operands, record=np.int64(record(recipe, calls, apart).address))
+
+    @play.def_vmap
+    def every(size: int, apart: list[bool], *operands: Array) -> Any:
+        return _played(recipe, size, tuple(apart))(*operands), [True] * len(made)
+
+    return play
 
 
 @functools.cache

@@ -4,15 +4,17 @@
     backward    the gradients of arrays, from those of the results: the derived backward pass
     linear      the derivative in a direction, whose transpose is ``backward``
 
-So ``grad`` of a layer is ``layer`` and ``backward``, and under ``vmap`` the elements of a layer
-become rows of its batch. All else is the layer step by step: ``linear`` itself, as forward mode
-needs it, derivatives of these three, and what other platforms than the CPU run.
+So ``grad`` of a layer is ``layer`` and ``backward``. Under ``vmap`` the elements of a layer become
+rows of its batch; if they differ in what has no rows, such as weights, they run one after the other
+on the CPU, and in the same launches on a card: ``apart`` says which operands differ. All else is
+the layer step by step: ``linear`` itself, as forward mode needs it, derivatives of these three, and
+what other platforms run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -39,6 +41,7 @@ from anycell.plan import plan as make_plan
 ENGINES = {"cpu": "cpu", "cuda": "gpu"}
 Arrays = dict[str, Array]
 Names = tuple[str, ...]
+Flags = tuple[bool, ...]  # for each operand; () for False
 Flat = list[Array]
 
 
@@ -132,6 +135,19 @@ def _seeded(layer: Layer, arrays: Arrays) -> tuple[Layer, Arrays]:
     return layer, seeded
 
 
+def _of_elements(function: Callable[..., Flat]) -> Callable[..., Flat]:
+    """Lets a function run for all elements of an axis: operands that are ``apart`` have it first,
+    and so have results.
+    """
+
+    @wraps(function)
+    def run(*flat: Array, apart: Flags = (), **static: Any) -> Flat:
+        one = partial(function, **static)
+        return jax.vmap(one, [0 if a else None for a in apart])(*flat) if apart else one(*flat)
+
+    return run
+
+
 # ---- the kernels ---------------------------------------------------------------------------------
 def _read(layer: Layer, flat: Sequence[Array]) -> tuple[Layer, Arrays]:
     """The arrays of a call as the kernels read them, and the layer with the seed."""
@@ -150,10 +166,12 @@ def _forward(layer: Layer, keep: bool, *flat: Array) -> tuple[Results, Any]:
     return (output, tuple(finals), tuple(others)), kept if keep else None
 
 
+@_of_elements
 def _run_layer(*flat: Array, layer: Layer, keep: bool) -> Flat:
     return jax.tree.leaves(_forward(layer, keep, *flat))
 
 
+@_of_elements
 def _run_backward(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
     """Takes the arrays of the call, the gradients that arrive, and what was kept."""
     count = len(layer.arrays)
@@ -184,6 +202,7 @@ def _kept(layer: Layer, flat: Sequence[Array]) -> Any:
 
 
 # ---- the same step by step -----------------------------------------------------------------------
+@_of_elements
 def layer_by_scan(*flat: Array, layer: Layer, keep: bool = False) -> Flat:
     """The results of a layer, step by step. It keeps zeros: ``_backward_by_scan`` reads nothing."""
     results = jax.tree.leaves(_composite(layer, layer.named(flat)))
@@ -206,6 +225,7 @@ def _along(
     return along
 
 
+@_of_elements
 def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names) -> Flat:
     count = len(layer.arrays)
     arrays, d = layer.named(flat[:count]), dict(zip(arriving, flat[count:], strict=False))
@@ -219,6 +239,7 @@ def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names
     return list(pull_back([d.get(name, jnp.zeros_like(result)) for name, result in names]))
 
 
+@_of_elements
 def _linear_by_scan(*flat: Array, layer: Layer, moved: Names) -> Flat:
     """Takes the arrays of the call, the tangents of those that move, and what was kept."""
     count, places = len(layer.arrays), [layer.arrays.index(name) for name in moved]
@@ -255,7 +276,7 @@ def primitive_of(
     primitive = Primitive(f"anycell_{name}")
     primitive.multiple_results = True
     keywords = [p.name for p in signature(kernels).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=keywords))
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=[*keywords, "apart"]))
 
     @lru_cache(maxsize=1024)
     def made(specs: tuple[Any, ...], static: tuple[Any, ...]) -> list[Any]:
@@ -309,15 +330,19 @@ def moved_of(tangents: Sequence[Any]) -> list[int]:
     ]
 
 
-def _layer_derivative(flat: Any, tangents: Any, *, layer: Layer, keep: bool) -> tuple[Flat, Any]:
+def _layer_derivative(
+    flat: Any, tangents: Any, *, layer: Layer, keep: bool, apart: Flags = ()
+) -> tuple[Flat, Any]:
     """Differentiates the results alone: ``backward`` says how gradients depend on the arrays, so
     what is kept has no derivative.
     """
     moved = moved_of(tangents)
-    made, count = _layer.bind(*flat, layer=layer, keep=True), len(layer.results)
+    made, count = _layer.bind(*flat, layer=layer, keep=True, apart=apart), len(layer.results)
     names = tuple(layer.arrays[i] for i in moved)
     directions, kept = [tangents[i] for i in moved], made[count:]
-    along = _linear.bind(*flat, *directions, *kept, layer=layer, moved=names)
+    if apart:
+        apart = *apart, *(apart[i] for i in moved), *[True] * len(kept)
+    along = _linear.bind(*flat, *directions, *kept, layer=layer, moved=names, apart=apart)
     return (made, [*along, *map(jnp.zeros_like, kept)]) if keep else (made[:count], along)
 
 
@@ -337,7 +362,9 @@ ad.primitive_jvps[_backward] = derivative_by_scan(_backward, _backward_by_scan)
 ad.primitive_jvps[_linear] = derivative_by_scan(_linear, _linear_by_scan)
 
 
-def _transposed(arriving: Sequence[Any], *flat: Any, layer: Layer, moved: Names) -> list[Any]:
+def _transposed(
+    arriving: Sequence[Any], *flat: Any, layer: Layer, moved: Names, apart: Flags = ()
+) -> list[Any]:
     """The gradients of tangents, from those of the results' tangents."""
     count = len(layer.arrays)
     arrays, kept = flat[:count], flat[count + len(moved) :]
@@ -345,14 +372,16 @@ def _transposed(arriving: Sequence[Any], *flat: Any, layer: Layer, moved: Names)
     none: list[Any] = [None] * count
     if not there:
         return [*none, *[None] * len(moved), *[None] * len(kept)]
-    operands, static = (
-        (*arrays, *there.values(), *kept),
-        {"wanted": moved, "arriving": tuple(there)},
-    )
-    if "recurrent_mask" in moved:  # whose gradient no kernel has
-        gradients = _backward_by_scan(*operands, layer=layer, **static)
-    else:
-        gradients = _backward.bind(*operands, layer=layer, **static)
+    operands = *arrays, *there.values(), *kept
+    static: dict[str, Any] = {"wanted": moved, "arriving": tuple(there)}
+    if apart:
+        static["apart"] = *apart[:count], *[True] * (len(there) + len(kept))
+    # No kernel has the gradient of ``recurrent_mask``.
+    run = _backward_by_scan if "recurrent_mask" in moved else _backward.bind
+    gradients = run(*operands, layer=layer, **static)
+    if apart:  # the gradient of what elements share is a sum
+        shared = [not several for several in apart[count : count + len(moved)]]
+        gradients = [g.sum(0) if s else g for g, s in zip(gradients, shared, strict=True)]
     return [*none, *gradients, *[None] * len(kept)]
 
 
@@ -360,21 +389,32 @@ ad.primitive_transposes[_linear] = _transposed
 
 
 # ---- batches -------------------------------------------------------------------------------------
-def rule_of_vmap(primitive: Primitive) -> Callable[..., Any]:
-    """The rule of ``vmap`` for a primitive; see ``batching``."""
+def rule_of_vmap(primitive: Primitive, together: bool = False) -> Callable[..., Any]:
+    """The rule of ``vmap`` for a primitive; see ``batching``.
+
+    Args:
+        together: whether a card runs elements ``apart`` in the same launches.
+    """
 
     def rule(flat: Any, dims: Any, *, layer: Layer, **static: Any) -> tuple[Flat, list[int]]:
         pairs = list(zip(flat, dims, strict=True))
         batched = [d is not None for d in dims]
         size = next(a.shape[d] for a, d in pairs if d is not None)
         flat = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in pairs]
-        bind, count = partial(primitive.bind, layer=layer, **static), len(layer.arrays)
+        inner, count = static.pop("apart", ()), len(layer.arrays)  # elements of another axis
+        bind = partial(primitive.bind, layer=layer, **static)
         mapped = dict(zip(layer.arrays, batched, strict=False))
         arrays = layer.named(flat[:count])
         wanted = static.get("wanted", ())  # by ``backward``
         one = batching.element(arrays, mapped)
+        if inner:
+            made = batching.one_by_one(partial(bind, apart=inner), flat, batched)
+            return made, [0] * len(made)
         if not batching.foldable(one, mapped, wanted):
-            made = batching.one_by_one(bind, flat, batched)
+            if together and layer.plan.engine == "gpu" and 0 < size <= batching.MOST:
+                made = bind(*flat, apart=tuple(batched))
+            else:
+                made = batching.one_by_one(bind, flat, batched)
             return made, [0] * len(made)
         folded = batching.fold_all(arrays, mapped, size)
         rest = [
@@ -393,7 +433,7 @@ def rule_of_vmap(primitive: Primitive) -> Callable[..., Any]:
 
 
 for _primitive in (_layer, _backward):
-    interpreter.primitive_batchers[_primitive] = rule_of_vmap(_primitive)
+    interpreter.primitive_batchers[_primitive] = rule_of_vmap(_primitive, together=True)
 
 
 def _linear_several(flat: Any, dims: Any, **static: Any) -> tuple[Flat, list[int]]:

@@ -25,6 +25,7 @@ from anycell.layer.foreign import TracedFramework
 from anycell.layer.framework import DeviceFramework
 from anycell.layer.launches import DeviceRecipe, Launches, gave_up
 from anycell.layer.signature import ENDS, Shape
+from anycell.layer.twins import of_calls
 from anycell.layer.weight_gradients import WeightGradients, bias_gradients
 from anycell.plan import Options, Plan, no_kernel_on_gpu
 
@@ -104,10 +105,32 @@ def played(recipe: DeviceRecipe) -> Tables:
     return tables[0] if tables else Tables((), (), recipe.host.ordinal, 0)
 
 
+def _played_at_once(recipe: DeviceRecipe, calls: int, apart: Sequence[bool]) -> Tables:
+    """The tables of the launches that are several calls of a pass."""
+    spaced = *apart, *[True] * len(recipe.templates)
+    spacing = [0] * len(recipe.slots)
+    for slot, (entry, _) in enumerate(recipe.places):
+        if 0 <= entry < len(spaced):
+            spacing[slot] = spaced[entry] * recipe.slots[slot].bytes
+        elif entry == len(spaced):
+            spacing[slot] = recipe.bytes
+    device, one = recipe.host.ordinal, played(recipe)
+    every = [row for part in recipe.parts if isinstance(part, Launches) for row in part.launches]
+    rows = [part for row in every for part in of_calls(row, calls, spacing, device)]
+    return Tables(rows, recipe.places, device, one.trouble)
+
+
 @functools.cache
-def record(recipe: DeviceRecipe) -> xla.Record:
-    """Describes a pass for the foreign function, for as long as the process lives."""
-    return xla.Record(played(recipe), recipe.told, gave_up(recipe.host), recipe.bytes)
+def record(recipe: DeviceRecipe, calls: int = 0, apart: tuple[bool, ...] = ()) -> xla.Record:
+    """Describes a pass for the foreign function, for as long as the process lives.
+
+    Args:
+        calls: how many calls one call of the function plays; 0 for one without an axis of calls.
+        apart: for each array that a call gives, and each constant, whether it has a first axis of
+            calls, as all results and the memory have.
+    """
+    tables = _played_at_once(recipe, calls, apart) if calls else played(recipe)
+    return xla.Record(tables, recipe.told, gave_up(recipe.host), (calls or 1) * recipe.bytes)
 
 
 def reason(host: TracedDevice, plan: Plan, doubt: Callable[[int], str | None]) -> str | None:

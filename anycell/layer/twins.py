@@ -1,4 +1,6 @@
-"""The rows of several passes, such as the directions of a layer, as those of one recipe."""
+"""The rows of several passes, such as the directions of a layer, as those of one recipe, and the
+launches of several calls.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from anycell.engines.gpu.player import NUMBER, Argument, Launched
+from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.twins import print_twins
 
 
@@ -67,3 +70,41 @@ def _distance(one: Argument, other: Argument) -> Argument:
     if one.slot == other.slot:
         return Argument(NUMBER, offset, offset)
     return Argument(other.slot, offset, one.known % 16 or other.known % 16, one.slot)
+
+
+def of_calls(one: Launched, count: int, spacing: Sequence[int], device: int) -> list[Launched]:
+    """A launch for several calls at once, or one for each, where the kernel has a twin already or
+    the device refuses it.
+
+    Args:
+        spacing: by slot, the bytes from a call's array to that of the next call; 0 where all calls
+            share it.
+    """
+    apart = [_bytes(argument, spacing) for argument in one.arguments]
+    if not one.printed.apart:
+        printed = print_twins(one.printed, calls=True)
+        distances = dict(zip([name for name, _ in printed.arguments], apart, strict=False))
+        added = [Argument(NUMBER, n, n) for n in map(distances.__getitem__, printed.apart)]
+        both = Launched(printed, (*one.grid, count), (*one.arguments, *added), one.owner)
+        try:
+            both.loaded(device)
+        except Refused:
+            pass
+        else:
+            return [both]
+    pairs = list(zip(one.arguments, apart, strict=True))
+    return [
+        one._replace(arguments=tuple(_moved(argument, k * n) for argument, n in pairs))
+        for k in range(count)
+    ]
+
+
+def _bytes(argument: Argument, spacing: Sequence[int]) -> int:
+    """The bytes to add to an argument for the next call."""
+    there, less = (0 if s == NUMBER else spacing[s] for s in (argument.slot, argument.less))
+    return there - less
+
+
+def _moved(argument: Argument, by: int) -> Argument:
+    known = argument.known + (0 if argument.known % 16 else by)
+    return argument._replace(offset=argument.offset + by, known=known)

@@ -17,9 +17,13 @@ from anycell import Cell, cells
 from anycell.engines.gpu import capacity, cooperative, launch, refusals
 from anycell.engines.gpu.interpreter import Interpreter, Started
 from anycell.engines.gpu.launch import Loaded
+from anycell.engines.gpu.moves import print_move
+from anycell.engines.gpu.player import NUMBER, Argument
+from anycell.engines.gpu.player import Launched as Launch
 from anycell.engines.gpu.twins import print_twins
 from anycell.layer import gpu as device
 from anycell.layer import recipe
+from anycell.layer.twins import of_calls
 from anycell.plan import plan
 from tests.engines.test_gpu import SHARED, assert_fits
 
@@ -195,6 +199,8 @@ def test_what_differs_between_twins() -> None:
     assert same == {*shared, *(name for name in same if name.endswith("__b"))}
     assert {"weight0", "hidden", "flags", "mask__0", "mask__t"} <= {*twin.apart}
     assert twin.source.startswith(kernel.source.partition("\n\nimport")[0])
+    addresses = {name for name, kind in kernel.arguments if kind[0] == "*"}
+    assert {*print_twins(kernel, calls=True).apart} == addresses - {"trouble"}
 
 
 @without_a_card
@@ -211,3 +217,29 @@ def test_twins_compile_without_spills(cell: str) -> None:
     for report in found:
         assert report["kernel"].endswith("_twins")
         assert report["dtype"] != "bfloat16" or report["spilled"] == 0, report
+
+
+def test_what_is_known_of_addresses_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In launches one after the other, an address is as aligned as its array's place, and one of
+    which nothing is known stays so.
+    """
+    kernel = print_move("fp32", "fp32", True, False)
+    numbers = {"y": Argument(0, 32, 32), "x": Argument(1, 0, 16), "m": Argument(2, 0, 1)}
+    arguments = tuple(numbers.get(name, Argument(NUMBER, 5, 5)) for name, _ in kernel.arguments)
+    one = Launch(kernel, (1, 1), arguments)
+
+    def refused(self: Launch, device: int) -> None:
+        raise refusals.Refused(self.printed, "the test says so")
+
+    monkeypatch.setattr(Launch, "loaded", refused)
+    names = [name for name, _ in kernel.arguments]
+    found = [
+        dict(zip(names, launched.arguments, strict=True))
+        for launched in of_calls(one, 3, [8, 64, 15], 0)
+    ]
+    assert [call["y"].offset for call in found] == [32, 40, 48]
+    assert [call["x"].offset for call in found] == [0, 64, 128]
+    assert [call["m"].offset for call in found] == [0, 15, 30]
+    assert [call["y"].known % 16 for call in found] == [0, 8, 0]
+    assert all(call["x"].known % 16 == 0 and call["m"].known % 16 for call in found)
+    assert all(call["count"] == Argument(NUMBER, 5, 5) for call in found)

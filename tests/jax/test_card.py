@@ -13,6 +13,7 @@ from processes import at_once
 from shim import STREAM, Launched, jax_on_a_card, word
 from tolerances import assert_close
 
+import anycell
 from anycell import cells
 from anycell.engines.gpu import launch, refusals
 from anycell.engines.gpu.interpreter import Interpreter, Started
@@ -214,6 +215,128 @@ def test_transformations(launched: Launched) -> None:
     for derive in (jax.hessian, jax.jacfwd):
         small = jnp.ones((2, 1, 4))
         near(derive(total)(small), derive(partial(total, engine="reference"))(small))
+
+
+@anycell.cell(gates="i f g o", state="h c", static="e")
+def Blended(x: Any, r: Any, s: Any, static: Any) -> Any:
+    """An LSTM whose state is blended by a static input, with random masks."""
+    h, c = cells.LSTM.function(x, r, s)
+    return anycell.keep(0.5) * h + anycell.sigmoid(static) * s.h, c
+
+
+MEMBERS = 3
+ALONE = {"params": 0, "x": None, "static": None, "resets": None, "mask": None, "key": None}
+EACH = dict.fromkeys(ALONE, 0)
+APART = [
+    (1, cells.LSTM, EACH, {}),
+    (2, cells.GRU, EACH | {"x": None}, {}),
+    (1, cells.LSTM, ALONE | {"params": None, "resets": 0}, {}),  # gradients per element
+    pytest.param(1, Blended, EACH, {}, marks=pytest.mark.slow),
+    pytest.param(2, Blended, ALONE | {"static": 0}, {}, marks=pytest.mark.slow),
+    pytest.param(1, Blended, EACH, {"bidirectional": True}, marks=pytest.mark.slow),
+    pytest.param(2, cells.LSTM, ALONE, {"bidirectional": True}, marks=pytest.mark.slow),
+    pytest.param(1, cells.LayerNormLSTM, ALONE, {"num_layers": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("tier", "cell", "axes", "has"), APART)
+@pytest.mark.parametrize("outside", ["grad", "vmap"])
+def test_elements_with_weights_of_their_own(
+    tier: int, cell: Any, axes: Any, has: Any, outside: str, launched: Launched,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They have the bits of calls one after the other, in as many launches as one call if there is
+    one direction.
+    """
+    monkeypatch.setattr(device.JaxDevice, "tier", tier)
+    layer, rng = aj.RNN(cell, 4, 9, **has), np.random.default_rng(0)
+    keys = jax.random.split(jax.random.key(0), MEMBERS)
+    arrays: dict[str, Any] = {
+        "params": jax.vmap(layer.init)(keys),
+        "x": jnp.asarray(rng.normal(size=(MEMBERS, 3, 2, 4)), jnp.float32),
+        "static": jnp.asarray(rng.normal(size=(MEMBERS, 2, 9)), jnp.float32),
+        "resets": jnp.asarray(rng.random((MEMBERS, 3, 2)) < 0.4),
+        "mask": jnp.asarray(rng.random((MEMBERS, 3, 2)) < 0.7),
+        "key": keys,
+    }
+    first = {n: jax.tree.map(lambda a: a[0], array) for n, array in arrays.items()}
+    arrays |= {name: first[name] for name, axis in axes.items() if axis is None}
+
+    def loss(params: Any, x: Any, others: Any) -> Any:
+        how = {name: others[name] for name in ("resets", "mask")}
+        if cell is Blended:
+            how |= {"static": others["static"], "training": True, "seed": others["key"]}
+        output, states = layer(params, x, engine="gpu", **how)
+        return (output**2).sum() + sum(map(jnp.sum, states))
+
+    def run(over: Any) -> Any:
+        """All losses and gradients, of which elements ``over`` one function or another."""
+        others = {name: arrays[name] for name in axes if name not in ("params", "x")}
+        given = arrays["params"], arrays["x"], others
+        places = axes["params"], axes["x"], {name: axes[name] for name in others}
+        if outside == "vmap":
+            return jax.jit(over(jax.value_and_grad(loss, (0, 1)), places))(*given)
+        total = lambda *some: over(loss, places)(*some).sum()  # noqa: E731
+        return jax.jit(jax.value_and_grad(total, (0, 1)))(*given)
+
+    def in_turns(function: Any, places: Any) -> Any:
+        def every(*given: Any) -> Any:
+            def element(n: int) -> Any:
+                def pick(axis: Any, part: Any) -> Any:
+                    return part if axis is None else jax.tree.map(lambda a: a[n], part)
+
+                whole = {name: pick(axes[name], a) for name, a in given[2].items()}
+                return function(pick(places[0], given[0]), pick(places[1], given[1]), whole)
+
+            return jax.tree.map(lambda *a: jnp.stack(a), *map(element, range(MEMBERS)))
+
+        return every
+
+    found = jax.block_until_ready(run(jax.vmap))
+    together = len(launched)
+    launched.clear()
+    right = jax.block_until_ready(run(in_turns))
+    jax.tree.map(near, found, right)
+    if not has.get("bidirectional"):
+        assert together * MEMBERS == len(launched)
+        assert {one.grid[2] for one in launched} == {1}
+
+
+def test_elements_of_two_axes(launched: Launched) -> None:
+    """Those of the inner axis run in the same launches."""
+    keys = jax.random.split(jax.random.key(0), 6).reshape(2, 3)
+    params = jax.vmap(jax.vmap(LAYER.init))(keys)
+
+    def total(params: Any, engine: str = "gpu") -> Any:
+        return (LAYER(params, X, engine=engine)[0] ** 2).sum()
+
+    def run(**how: str) -> Any:
+        return jax.vmap(jax.vmap(jax.grad(partial(total, **how))))(params)
+
+    near_all = partial(jax.tree.map, near)
+    near_all(run(), run(engine="reference"))
+    assert {one.grid[2] for one in launched} == {3}
+    tangents = jax.tree.map(jnp.ones_like, params)
+    moved = [
+        jax.jvp(jax.vmap(jax.vmap(partial(total, engine=engine))), (params,), (tangents,))
+        for engine in ("gpu", "reference")
+    ]
+    near_all(*moved)
+    none = jax.tree.map(lambda a: a[0, :0], params)
+    assert jax.vmap(total)(none).shape == (0,)
+
+
+def test_elements_that_do_not_fit_in_a_launch(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not all programs can run at once, each element has a launch of its own."""
+    monkeypatch.setattr(device.JaxDevice, "tier", 2)
+    loaded = launch.loaded
+    monkeypatch.setattr(launch, "loaded", lambda *given: loaded(*given)._replace(together=2))
+    params = jax.vmap(LAYER.init)(jax.random.split(jax.random.key(0), 3))
+    near(*(jax.vmap(partial(LAYER, x=X, engine=e))(params)[0] for e in ("gpu", "reference")))
+    assert [one.grid[2] for one in launched if one.cooperative] == [1, 1, 1]
+    assert {one.grid[2] for one in launched if not one.cooperative} == {3}
 
 
 def test_threads_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

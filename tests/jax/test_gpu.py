@@ -72,3 +72,21 @@ def test_calls_that_follow_each_other(tier: int, monkeypatch: pytest.MonkeyPatch
     results += at_once(*2 * [partial(step, params, X)])
     for result in results[1:]:
         assert jax.tree.all(jax.tree.map(np.array_equal, results[0], result))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", [1, 2])
+def test_elements_with_weights_of_their_own(tier: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in the same launches, with the results of a call for each."""
+    monkeypatch.setattr(device.JaxDevice, "tier", tier)
+    members = jax.vmap(LAYER.init)(jax.random.split(jax.random.key(0), 5))
+
+    def loss(params: Any) -> Any:
+        return jnp.square(LAYER(params, X, engine="gpu")[0]).sum()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    together = jax.jit(jax.vmap(jax.value_and_grad(loss)))(members)
+    for n in range(5):
+        alone, one = (jax.tree.map(lambda a, n=n: a[n], tree) for tree in (members, together))
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(step(alone)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -131,7 +131,7 @@ class Tables:
         functions = [getattr(driver, name) for name in DRIVER.values()]
         addresses = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions]
         table = array("q", addresses)
-        self.kept = rows, numbers, table, driver
+        self.kept, self.trouble = (rows, numbers, table, driver), trouble
         where = [part.buffer_info()[0] for part in (rows, numbers, table)]
         self.run = array("q", [where[0], len(launches), *where[1:], trouble])
         self.address = self.run.buffer_info()[0]

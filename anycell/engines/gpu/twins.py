@@ -1,4 +1,5 @@
-"""Twins: kernels that run several passes in one launch, such as both directions of a layer.
+"""Twins: kernels that run several passes in one launch, such as both directions of a layer, or the
+same layer with other weights.
 
 A kernel's twin has a third axis of programs, the number of the pass. What differs from pass to pass
 comes with its distance, in bytes or as a number: so passes are evenly spaced, as two always are.
@@ -16,18 +17,23 @@ import functools
 
 from anycell.engines.gpu.text import Printed
 
-_SHARED = {"trouble", "mask", "static", "recurrent_mask"}  # addresses of all passes
+_SHARED = {"mask", "static", "recurrent_mask"}  # what directions have in common
 _OF_TIME = "__0", "__t", "__next"  # ends of the numbers that say where and which way a pass begins
 _HELPER = "from anycell.engines.gpu.library import of_pass\n"
 
 
 @functools.lru_cache(maxsize=256)
-def print_twins(printed: Printed) -> Printed:
-    """The twin of a kernel: after its own arguments come the distances of those in ``apart``."""
+def print_twins(printed: Printed, calls: bool = False) -> Printed:
+    """The twin of a kernel: after its own arguments come the distances of those in ``apart``.
+
+    Args:
+        calls: whether the passes are calls with arrays of their own, rather than directions.
+    """
     some = {
         name: kind
         for name, kind in printed.arguments
-        if name.endswith(_OF_TIME) or (kind[0] == "*" and name not in _SHARED)
+        if (kind[0] == "*" and name != "trouble" and (calls or name not in _SHARED))
+        or (name.endswith(_OF_TIME) and not calls)
     }
     lines = [
         f"    {n} = of_pass({n}, {n}__apart)\n"
@@ -37,7 +43,8 @@ def print_twins(printed: Printed) -> Printed:
     ]
     head, body = printed.source.split("\n):\n", 1)
     about, declared = head.split("\n@triton.jit\n")
-    name, declared = f"{printed.name}_twins", declared.removeprefix(f"def {printed.name}")
+    name = f"{printed.name}_{'calls' if calls else 'twins'}"
+    declared = declared.removeprefix(f"def {printed.name}")
     more = "".join(f"\n    {n}__apart,  # i64" for n in some)
     text = (
         f"{about}{_HELPER}\n\n@triton.jit\ndef {name}{declared}{more}\n):\n{''.join(lines)}{body}"
