@@ -115,7 +115,7 @@ class RNN(Explained):
         checkpoint: str | int | None = None,
         **sizes: Unpack[SizeArguments],
     ) -> None:
-        check_cell(cell)
+        check_cell(cell, " The body of a lax.scan is for anycell.jax.scan.")
         check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
         self.cell = cell
         self.input_size = integer("input_size", input_size)

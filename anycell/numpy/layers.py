@@ -109,7 +109,7 @@ class RNN(Explained, base.Layer):
         checkpoint: str | int | None = None,
         **sizes: Unpack[SizeArguments],
     ) -> None:
-        check.check_cell(cell)
+        check.check_cell(cell, " A step in NumPy is for anycell.numpy.loop.")
         self.cell = cell
         self.input_size = check.integer("input_size", input_size)
         self.hidden_size = check.integer("hidden_size", hidden_size)

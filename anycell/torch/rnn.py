@@ -63,7 +63,7 @@ class OfCell(Explained, nn.Module):
             hint = f"Pass one of anycell.cells: {name}(cells.RNN, {cell}, {input_size})."
             expected = f"a cell, which anycell.torch.{name} takes first"
             refuse("cell", describe(cell), expected, hint, TypeError)
-        check_cell(cell)
+        check_cell(cell, " A module that a loop calls is for anycell.torch.loop.")
         check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
         self.input_size = integer("input_size", input_size)
         self.sizes = check_sizes(cell, integer("hidden_size", hidden_size), sizes)

@@ -445,6 +445,11 @@ def test_dropout(rng: np.random.Generator) -> None:
         aj.RNN(cells.RNN, I, H, dropout=0.25)
 
 
+def test_the_body_of_a_scan_is_no_cell() -> None:
+    with pytest.raises(TypeError, match=r"cell: given .*is for anycell\.jax\.scan"):
+        aj.RNN(lambda carry, x: (carry, x), I, H)
+
+
 def test_training_needs_a_seed(x: Any) -> None:
     layer = aj.ZoneoutLSTM(I, H)
     params = layer.init(jax.random.key(0))

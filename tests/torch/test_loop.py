@@ -313,6 +313,10 @@ def test_wrong_arguments() -> None:
     x, h = torch.zeros(T, B, I), torch.zeros(B, H)
     for call, says in (
         (lambda: loop(lambda x, s: (x, s)), "module: given function"),
+        (
+            lambda: anycell.torch.RNN(OfTorchGRU(), I, H),
+            "cell: given OfTorchGRU.*is for anycell.torch.loop",
+        ),
         (lambda: layer(x[:0], h), "x: given torch.float64.*one step or more"),
         (lambda: layer((x, x[1:]), h), "the same of all tensors of x"),
         (lambda: layer(x, h, lengths=[7, 1, 1, 1]), "lengths: given a length of 7"),
