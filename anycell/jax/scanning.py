@@ -228,7 +228,7 @@ def tried(body: Body, closed: Any) -> str:
             of_jax[name] = np.where(np.isfinite(array), array, 0.0)
         return of_jax, of_kernel
 
-    dtype = "float64" if body.dtype == "float64" else "float64 of float32 constants"
+    dtype = "float64" if body.dtype == "float64" else proof.OF_FLOAT32
     return proof.tried([shapes[i].shape for i in small], both, dtype) or ""
 
 

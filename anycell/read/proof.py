@@ -10,7 +10,8 @@ STEPS = 3
 Results = Mapping[str, np.ndarray]  # by what they are: "the output", "the gradient of weight"
 # The largest norm(read - step) / norm(step): far above rounding, far below a misread step's.
 LIMITS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
-LIMITS["float64 of float32 constants"] = 1e-5
+OF_FLOAT32 = "float64 of float32 constants"
+LIMITS[OF_FLOAT32] = 1e-5
 # A step may magnify roundings: how far off a reading may be, in changes of the step's own results
 # when the states that it starts from are moved by a rounding each.
 ROUNDINGS = 100.0
@@ -36,7 +37,7 @@ def tried(
     for start, states in (("random states", random), ("states of zeros", zeros)):
         step, reading = both(states)
         reason = difference(step, reading, dtype, start)
-        if reason is not None and dtype == "float64":
+        if reason is not None and dtype in ("float64", OF_FLOAT32):
             moved = [state * (1 + 2.0**-52 * rng.choice([-1, 1], state.shape)) for state in states]
             reason = difference(step, reading, dtype, start, both(moved)[0])
         if reason is not None:

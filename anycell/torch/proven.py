@@ -379,11 +379,9 @@ def _compared(
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
-    name = (
-        "float32"
-        if rounded and recorded is not torch.float64
-        else str(dtype).removeprefix("torch.")
-    )
+    name = str(dtype).removeprefix("torch.")
+    if recorded is not torch.float64 and dtype is torch.float64:
+        name = "float32" if rounded else proof.OF_FLOAT32
     return proof.tried(shapes, both, name)
 
 

@@ -938,9 +938,13 @@ def test_ordinary_things_are_read(name: str) -> None:
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
-@pytest.mark.parametrize("cast", [lambda h: h.float(), lambda h: h.to(torch.float32)])
+@pytest.mark.parametrize("cast", [
+    lambda h: h.float(),
+    lambda h: h.to(torch.float32),
+    lambda h: h * torch.tensor(0.3, dtype=torch.float32),
+])  # fmt: skip
 def test_a_step_may_name_its_dtype(cast: Callable[[Tensor], Tensor]) -> None:
-    """It is tried in float64, where the name would be a cast."""
+    """It is tried in float64, where the name would be a cast, or another constant."""
     module = Refusing(lambda m, x, h: cast(h * 0.5)).float()
     layer = loop(module)
     x, h = (t.float() for t in inputs_of(module))
