@@ -144,7 +144,8 @@ class Feedback(Fed, Explained, base.Layer):
                 [0, 1], the probability of each step of each row. True means all steps.
 
         Returns:
-            y ``[T, B, Y]``, laid out as x, and the state, as in ``RNN.forward``.
+            y ``[T, B, Y]``, laid out as x, and the state, as in ``RNN.forward``; where no step
+            runs, the output is zero and y the bias.
         """
         layer, pullbacks = self.layer, list[passes.Pullback]()
         options = layer._options(training)

@@ -48,7 +48,8 @@ class Feedback(Fed, Explained, nn.Module):
             ``series.isfinite()``, or ``[T]``, the same for all rows. Or a number in [0, 1], the
             probability that a step of a row is forced; torch's default generator draws. Default:
             True, all steps.
-        y: ``[T, B, Y]``, laid out as x. The final state is that of the layer.
+        y: ``[T, B, Y]``, laid out as x; where no step runs, the output is zero and y the bias.
+            The final state is that of the layer.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected.
