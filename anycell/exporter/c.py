@@ -92,7 +92,10 @@ def _step(
     yield "    (void)state, (void)in;"
     if blob:
         yield "    const unsigned char *const weights = weights_of(state);"
+    words = set(re.findall(r"\w+", "\n".join(body)))
     for called, array in tables:
+        if called not in words:  # as what multiplies an input that the cell ignores
+            continue
         kind = TABLES[array.dtype.name]
         if blob:
             address = f"(weights + {blob.add(array)})"

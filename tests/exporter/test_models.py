@@ -48,6 +48,22 @@ def test_layers_of_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_close(run(library, series[:, 0]), expected, "float32", "forward")
 
 
+@anycell.cell(gates="a", state="h")
+def Blind(x: Any, r: Any, s: Any) -> Any:
+    return anycell.tanh(r.a)
+
+
+@pytest.mark.parametrize("blob", [False, True])
+def test_feedback_that_a_cell_ignores(blob: bool, tmp_path: Path, rng: np.random.Generator) -> None:
+    """No table is written that nothing reads: a compiler would warn of it."""
+    model = Feedback(perturbed(RNN(Blind, 3, 6), rng), Dense(6, 2, seed=1))
+    x = rng.standard_normal((5, 1, 3)).astype(np.float32)
+    expected = model.forward(x, forced=np.arange(5) % 2 == 0)[0][:, 0]
+    rows = np.concatenate([x[:, 0], np.arange(5)[:, None] % 2], 1)
+    library = compiled(model, tmp_path, target="c", blob=blob)
+    assert_close(run(library, rows), expected, "float32", "forward")
+
+
 @pytest.mark.parametrize("target", ["c", *HERE])
 @pytest.mark.parametrize("weights", [*WEIGHTS, "int8"])
 @pytest.mark.sample(every=3)
