@@ -34,7 +34,7 @@ from typing import NamedTuple
 from anycell.engines.cpu import gemm, jit
 from anycell.engines.cpu.gemm import Gemm
 from anycell.engines.cpu.geometry import ROW_HEADER
-from anycell.engines.cpu.idioms import dot_signed, widen
+from anycell.engines.cpu.idioms import dot, widen
 from anycell.engines.cpu.ir import Builder, Target, Value, integer_of, vector
 from anycell.engines.cpu.matmul import masked_numbers, whole_chunks
 from anycell.engines.cpu.sources import fingerprint
@@ -81,8 +81,9 @@ PRODUCT = [
 KINDS = OURS, BLAS, FEW, SUM, GATHER, UNSCALED = range(6)
 DONE = len(KINDS)  # in place of a kind
 
-# The table of a product: the matmul's, and whether the kind is UNSCALED.
-_PRODUCT = [*gemm.ENTRIES, "unscaled"]
+# The table of a product: the matmul's; whether the kind is UNSCALED; and whether to take columns from
+# the last to the first, as every other chunk does: of a large B the last ones are still near.
+_PRODUCT = [*gemm.ENTRIES, "unscaled", "turned"]
 _TABLE = align(8 * len(_PRODUCT))
 BLOCK = 4  # vectors or columns that are added up side by side
 SUMMED = 64  # rows that are added up before their sum is added to a total: this loses fewer digits
@@ -215,7 +216,7 @@ class Driver:
         call["inner"] = inner = b.select(along.eq(2), chunk_rows, row["inner"])
         few = rows * row["columns"] * inner < table["least_work"]
         call["threads"] = threads = b.select(few, 1, table["threads"])
-        call["gang"] = table["gang"]
+        call["gang"], call["turned"] = table["gang"], done & 1
         call["scratch"] = table["scratch"] + _TABLE
         kind, gang = row["kind"], table.pointer("gang")
         with b.when(kind.eq(OURS)):
@@ -286,13 +287,33 @@ class Driver:
                 b.store_first(numbers, b.gep(to, i, element), columns - i)
 
     def _round_rows(self, b: Builder, call: Entries, unscaled: Value) -> None:
-        """Puts the rows of A, as integers after their scales, in place of A."""
+        """Puts the rows of A, as magnitudes and signs of integers after their scales, in place of A.
+
+        A sign is -1 or 0, so number q times w is |q| (w ^ sign), plus |q| if q is negative: these
+        are added up for each block of the sum, and written after the signs of the row.
+        """
         space, row, inner = call.pointer("scratch"), _integer_row(call["inner"]), call["inner"]
+        width, signs, most = 4 * b.lanes, whole_chunks(inner, LINE), b.smax(inner, 1)
+        length = b.select(unscaled, most, gemm.INNER)
         with b.loop(0, call["rows"]) as r:
             source = b.gep(call.pointer("a"), r * call["a_rows"], self.left)
             header = b.gep(space, r * row, "i8")
+            numbers = b.gep(header, ROW_HEADER)
             b.call("scale_row", source, header, inner)
-            b.call("quantize", source, header, b.gep(header, ROW_HEADER), inner)
+            b.call("quantize", source, header, numbers, inner)
+            with b.loop(0, most, length) as begin:
+                end, total = b.smin(begin + length, inner), b.variable(0, b.ivec)
+                with b.loop(begin, end, width) as k:
+                    at = b.gep(numbers, k, "i8")
+                    mask = b.lane_mask(end - k, width, "i8")
+                    number = b.select(mask, b.load(at, vector(width, "i8")) ^ -128, 0)
+                    sign = b.ashr(number, 7)
+                    size = (number ^ sign) - sign
+                    b.store(size, at, align=1)
+                    b.store(sign, b.gep(at, signs, "i8"), align=1)
+                    size, sign = (b.bitcast(x, b.ivec) for x in (size, sign))
+                    total.value = dot(b, total.value, size, sign)
+                b.store(-b.reduce_add(total.value), _of_negative(b, numbers, signs, begin))
             with b.when(unscaled):
                 last = b.gep(call.pointer("c"), r * call["c_rows"] + call["columns"])
                 b.store(b.load(header, b.real), last)
@@ -325,11 +346,15 @@ class Driver:
                         )
 
         with b.when(call["b_inner"].eq(1)) as otherwise:
-            whole = first + (last - first) // BLOCK * BLOCK
-            # The sums of a block, a number of each row and a number of B fill 16 registers.
-            most = 4 if b.target.registers == 32 else 3 if b.target.fma else 2
-            for begin, end, count in ((first, whole, BLOCK), (whole, last, 1)):
+            # The sums of a block, a number of each row and a number of B fill 16 registers. Of
+            # integers a row has magnitudes and signs, which more columns share.
+            block, most = BLOCK, 4 if b.target.registers == 32 else 3 if b.target.fma else 2
+            if integers:
+                block, most = 2 * BLOCK, 2 if b.target.registers == 32 else 1
+            whole = first + (last - first) // block * block
+            for begin, end, count in ((first, whole, block), (whole, last, 1)):
                 with b.loop(begin, end, count) as column:
+                    column = b.select(call["turned"].ne(0), begin + end - count - column, column)
                     blocks(most, column, functools.partial(dots, b, call, column, count))
         if integers:
             return
@@ -391,9 +416,12 @@ class Driver:
         the matmul's, or, unscaled, not at all, as a kernel's.
         """
         inner, apart, width = call["inner"], call["b_columns"], 4 * b.lanes
-        kind = vector(width, "i8")
-        columns = [b.gep(call.pointer("b"), (column + n) * apart, "i8") for n in range(count)]
+        kind, signs = vector(width, "i8"), whole_chunks(inner, LINE)
+        columns = [b.gep(call.pointer("b"), column * apart, "i8")]
+        for _ in range(count - 1):  # an addition each, not a product
+            columns.append(b.gep(columns[-1], apart, "i8"))
         scales = b.load(b.gep(call.pointer("scales"), column), vector(count, b.real))
+        numbers = [b.gep(row, ROW_HEADER) for row in rows]
         unscaled, length = call["unscaled"].ne(0), b.smax(inner, 1)
         with b.loop(0, length, b.select(unscaled, length, gemm.INNER)) as begin:
             end = b.smin(begin + b.select(unscaled, length, gemm.INNER), inner)
@@ -401,16 +429,17 @@ class Driver:
 
             def add(k: Value, of_row: Value | None = None, of_b: Value | None = None) -> None:
                 lefts = []
-                for row in rows:  # the integers have 128 added
-                    left = b.load(b.gep(b.gep(row, ROW_HEADER), k, "i8"), kind) ^ -128
-                    left = left if of_row is None else b.select(of_row, left, 0)
-                    lefts.append(b.bitcast(left, b.ivec))
+                for row in numbers:
+                    at = b.gep(row, k, "i8")
+                    size, sign = b.load(at, kind), b.load(b.gep(at, signs, "i8"), kind)
+                    size = size if of_row is None else b.select(of_row, size, 0)
+                    lefts.append((b.bitcast(size, b.ivec), sign))
                 for n, at in enumerate(columns):
                     at = b.gep(at, k, "i8")
-                    bits = b.load(at, kind) if of_b is None else b.masked_load(at, of_b, 0, kind)
-                    right = b.bitcast(bits, b.ivec)
-                    for left, totals in zip(lefts, sums, strict=True):
-                        totals[n].value = dot_signed(b, totals[n].value, right, left)
+                    right = b.load(at, kind) if of_b is None else b.masked_load(at, of_b, 0, kind)
+                    for (size, sign), totals in zip(lefts, sums, strict=True):
+                        flipped = b.bitcast(right ^ sign, b.ivec)
+                        totals[n].value = dot(b, totals[n].value, size, flipped, bits=7)
 
             whole = begin + (end - begin) // width * width
             with b.loop(begin, whole, width) as k:
@@ -422,8 +451,10 @@ class Driver:
                     add(end - width, of_row=~b.lane_mask(width - left, width, "i8"))
                 with otherwise:
                     add(whole, of_b=b.lane_mask(left, width, "i8"))
-            for row, of_row, to in zip(rows, sums, results, strict=True):
+            for row, number, of_row, to in zip(rows, numbers, sums, results, strict=True):
                 totals = b.reduce_each([sum_.value for sum_ in of_row])
+                negative = b.load(_of_negative(b, number, signs, begin), "i32")
+                totals += b.splat(negative, count)
                 total = b.variable(b.sitofp(totals, b.real) * scales)
                 with b.when(~unscaled):
                     scale = b.splat(b.load(row, b.real), count)
@@ -535,8 +566,14 @@ class Driver:
 
 
 def _integer_row(inner: Value) -> Value:
-    """Bytes of a row of so many integers after its header, read in whole vectors."""
-    return whole_chunks(inner, LINE) + LINE
+    """Bytes of a row of so many integers after its header, see ``_round_rows``."""
+    signs = whole_chunks(inner, LINE)  # vectors are read whole
+    return signs + signs + whole_chunks(signs // LINE, LINE) + LINE
+
+
+def _of_negative(b: Builder, numbers: Value, signs: Value, begin: Value) -> Value:
+    """The address of the sum of the magnitudes of negative integers in a block of a row."""
+    return b.gep(b.gep(numbers, signs + signs, "i8"), begin // gemm.INNER, "i32")
 
 
 def _of_door(table: Entries, name: str) -> Value:

@@ -68,15 +68,23 @@ def near_reciprocal(b: Builder, x: Value) -> Value | None:
     return total
 
 
-def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
+def dot(b: Builder, total: Value, unsigned: Value, signed: Value, bits: int = 8) -> Value:
     """Adds to each lane of ``total`` the four products of its unsigned bytes and its signed bytes.
-    The sum is exact unless the lane overflows.
+    The sum is exact unless the lane overflows. Unsigned bytes of 7 ``bits`` take less time.
     """
     if b.target.dot and b.target.x86:
         return b.intrinsic(b.target.dot, total, unsigned, signed, overload=())
     if b.target.dot:
-        return _dot_arm(b, total, unsigned, signed)
+        return _dot_arm(b, total, unsigned, signed, bits)
     pairs = vector(2 * shape(total.type)[0], "i16")
+    if b.target.x86 and b.target.bits > 128 and bits == 7:  # a pair of products has 16 bits
+        names = {256: ("avx2.pmadd.ub.sw", "avx2.pmadd.wd"),
+                 512: ("avx512.pmaddubs.w.512", "avx512.pmaddw.d.512")}  # fmt: skip
+        numbers = (b.bitcast(x, vector(4 * b.lanes, "i8")) for x in (unsigned, signed))
+        ones = b.bitcast(b.value(0x10001, total.type), pairs)
+        of_pairs, of_four = (f"llvm.x86.{name}" for name in names[b.target.bits])
+        summed = b.intrinsic(of_pairs, *numbers, returns=pairs, overload=())
+        return total + b.intrinsic(of_four, summed, ones, returns=total.type, overload=())
     if b.target.x86:
         # Bytes 0 and 2 form one pair of 16-bit numbers, bytes 1 and 3 another.
         name = {128: "sse2.pmadd.wd", 256: "avx2.pmadd.wd", 512: "avx512.pmaddw.d.512"}
@@ -99,26 +107,7 @@ def dot(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
     return total
 
 
-def dot_signed(b: Builder, total: Value, left: Value, right: Value) -> Value:
-    """``dot`` of signed bytes, ``right`` above -128; faster if several ``left`` share ``right``."""
-    if b.target.x86 and b.target.bits == 256 and not b.target.dot:
-        # Magnitudes of left, times right with the signs of left: no pair of products overflows.
-        pairs, numbers = vector(16, "i16"), vector(32, "i8")
-        left, right = (b.bitcast(x, numbers) for x in (left, right))
-
-        def avx2(name: str, returns: str, *args: Value) -> Value:
-            return b.intrinsic(f"llvm.x86.avx2.{name}", *args, returns=returns, overload=())
-
-        size = b.intrinsic("llvm.abs", left, constant(0, "i1"))
-        summed = avx2("pmadd.ub.sw", pairs, size, avx2("psign.b", numbers, right, left))
-        ones = b.bitcast(b.value(0x10001, total.type), pairs)
-        return total + avx2("pmadd.wd", total.type, summed, ones)
-    # An unsigned byte is 128 more than the signed byte with the opposite top bit.
-    of_128 = dot(b, b.value(0, total.type), b.value(0x80808080, total.type), right)
-    return dot(b, total, left ^ 0x80808080, right) - of_128
-
-
-def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
+def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value, bits: int) -> Value:
     """``dot`` by an ARM instruction, which on some machines takes only signed bytes."""
     numbers = vector(4 * shape(total.type)[0], "i8")
 
@@ -126,7 +115,7 @@ def _dot_arm(b: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
         operands = (b.bitcast(x, numbers) for x in (left, signed))
         return b.intrinsic(b.target.dot, total, *operands, returns=total.type, overload=())
 
-    if "usdot" in b.target.dot:
+    if "usdot" in b.target.dot or bits == 7:
         return add(total, unsigned)
     # An unsigned byte is 128 more than the signed byte with the opposite top bit.
     of_128 = add(b.value(0, total.type), b.value(0x80808080, total.type))

@@ -512,13 +512,20 @@ class Builder:
         return self._reduce(x, operator.add)
 
     def reduce_each(self, vectors: Sequence[Value]) -> Value:
-        """The sum of all lanes of each vector, as lanes, in the order of ``reduce_add``.
+        """The sum of all lanes of each vector, as lanes; reals in the order of ``reduce_add``.
 
         Args:
             vectors: a power of two of them. Two share one while their sums are folded.
         """
-        lanes = shape(vectors[0].type)[0]
-        while lanes > 1:
+        lanes, least = shape(vectors[0].type)[0], 1
+        if not is_real(vectors[0].type) and len(vectors) >= 4:
+            least = 4  # neighbours first, which do not cross 128 bits
+            lower = [n + i for n in range(0, lanes, 4) for i in (0, 2, lanes, lanes + 2)]
+            upper = [i + 1 for i in lower]
+            for _ in range(2):
+                halves = zip(vectors[::2], vectors[1::2], strict=True)
+                vectors = [self.shuffle(x, y, lower) + self.shuffle(x, y, upper) for x, y in halves]
+        while lanes > least:
             lanes //= 2
             seconds: Sequence[Value | None] = vectors[1::2] or [None]
             count = shape(vectors[0].type)[0] * min(len(vectors), 2)
