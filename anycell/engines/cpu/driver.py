@@ -81,8 +81,8 @@ PRODUCT = [
 KINDS = OURS, BLAS, FEW, SUM, GATHER, UNSCALED = range(6)
 DONE = len(KINDS)  # in place of a kind
 
-# The table of a product: the matmul's; whether the kind is UNSCALED; and whether to take columns from
-# the last to the first, as every other chunk does: of a large B the last ones are still near.
+# The table of a product: the matmul's; whether the kind is UNSCALED; and whether to take columns
+# from the last to the first, as every other chunk does: of a large B the last ones are still near.
 _PRODUCT = [*gemm.ENTRIES, "unscaled", "turned"]
 _TABLE = align(8 * len(_PRODUCT))
 BLOCK = 4  # vectors or columns that are added up side by side
@@ -287,7 +287,7 @@ class Driver:
                 b.store_first(numbers, b.gep(to, i, element), columns - i)
 
     def _round_rows(self, b: Builder, call: Entries, unscaled: Value) -> None:
-        """Puts the rows of A, as magnitudes and signs of integers after their scales, in place of A.
+        """Puts rows of magnitudes and signs of integers, after their scales, in place of A's.
 
         A sign is -1 or 0, so number q times w is |q| (w ^ sign), plus |q| if q is negative: these
         are added up for each block of the sum, and written after the signs of the row.
