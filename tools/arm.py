@@ -108,7 +108,7 @@ def compile_on_host() -> None:
             return emulated(text, symbols, target)  # for its error
         return done.stdout
 
-    emulated, jit._object = jit._object, compiled
+    emulated, jit.object_code = jit.object_code, compiled
 
 
 def compile_here(cpu: str, features: str) -> None:

@@ -4,6 +4,7 @@
 declare void @llvm.aarch64.hint(i32)
 declare i64 @llvm.aarch64.get.fpcr()
 declare void @llvm.aarch64.set.fpcr(i64)
+declare i64 @llvm.read_volatile_register.i64(metadata)  ; inline assembly would need a parser
 define internal i32 @get_mode() {
   %all = call i64 @llvm.aarch64.get.fpcr()
   %mode = trunc i64 %all to i32
@@ -16,8 +17,8 @@ define internal void @set_mode(i32 %mode) {
 }
 
 define internal i64 @now() {
-  %count = call i64 asm sideeffect "mrs $$0, cntvct_el0", "=r"()
-  %frequency = call i64 asm sideeffect "mrs $$0, cntfrq_el0", "=r"()
+  %count = call i64 @llvm.read_volatile_register.i64(metadata !{!"cntvct_el0"})
+  %frequency = call i64 @llvm.read_volatile_register.i64(metadata !{!"cntfrq_el0"})
   %mega = udiv i64 %frequency, 1000000
   %none = icmp eq i64 %mega, 0
   %per = select i1 %none, i64 1, i64 %mega

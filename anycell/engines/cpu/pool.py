@@ -110,11 +110,15 @@ def _address(function: Any) -> int:
 
 def _compiled(sleep: _Sleep | None) -> jit.Library:
     processor = "x86" if ir.X86 else "arm" if ir.ARM else "other"
-    waiting, waking = (sleep.waiting, sleep.waking) if sleep else ("", "")
-    text = Template(_file("gang.ll") + _file(f"gang_{processor}.ll")).substitute(
+    text = gang_text(processor, *(sleep.waiting, sleep.waking) if sleep else ())
+    return jit.compile(text, ["worker", "own", "openmp", "meet"], isa.TARGETS["generic"])
+
+
+def gang_text(processor: str, waiting: str = "", waking: str = "") -> str:
+    """The LLVM text of a gang for a processor, with the calls by which its threads sleep."""
+    return Template(_file("gang.ll") + _file(f"gang_{processor}.ll")).substitute(
         pause=_PAUSES[processor], spin=SPIN, spins=SPINS, rest=REST, wait=waiting, wake=waking
     )
-    return jit.compile(text, ["worker", "own", "openmp", "meet"], isa.TARGETS["generic"])
 
 
 def _file(name: str) -> str:
