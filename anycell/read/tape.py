@@ -28,6 +28,7 @@ class Tape:
     Attributes:
         enter: a -> (results, memory).
         leave: (a, b, memory) -> results.
+        memory: whether ``leave`` reads what ``enter`` has made.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Tape:
         late = {self._real(v) for p in used if p >= split for v in nodes[p].operands}
         late |= {self._real(var) for var in results}
         kept = [var for var in self._names if var in early and var in late]
-        memory = self._text(tuple(kept))
+        memory, self.memory = self._text(tuple(kept)), bool(kept)
         text = ["def enter(a):", *lines[0], f"return {self._text(entered)}, {memory}"]
         after = [f"{memory} = k"] if kept else []
         more = ["def leave(a, b, k):", *after, *lines[1], f"return {self._text(left)}"]

@@ -10,7 +10,7 @@ from typing import Any
 
 MISSING = object()  # the value of a variable that has none
 _PLAIN = int, float, str, bytes
-_CONTAINERS = dict, list, tuple, types.MappingProxyType
+CONTAINERS = dict, list, tuple, types.MappingProxyType
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Watched:
         """The variables that are not what they were, with their old values."""
         for holder, name, value in self.watched:
             now = value_of(holder, name)
-            if now is not value and not _equal(now, value):
+            if now is not value and not equal(now, value):
                 yield holder, name, value
 
     @property
@@ -45,7 +45,7 @@ class Watched:
         )
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     """Whether two values are one number or text, down to its type and its sign."""
     return type(a) is type(b) and type(a) in _PLAIN and repr(a) == repr(b)
 
@@ -53,7 +53,7 @@ def _equal(a: Any, b: Any) -> bool:
 def value_of(holder: Any, name: Any) -> Any:
     """The value of a variable, ``MISSING`` if it has none."""
     try:
-        return holder[name] if isinstance(holder, _CONTAINERS) else getattr(holder, name)
+        return holder[name] if isinstance(holder, CONTAINERS) else getattr(holder, name)
     except (LookupError, ValueError, AttributeError):
         return MISSING
 

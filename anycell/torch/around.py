@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from anycell.read.places import module_variables, operations
-from anycell.read.watched import MISSING, Watched, same, value_of
+from anycell.read.watched import CONTAINERS, MISSING, Watched, alike, equal, value_of
 
 _ORDINARY = frozenset(nn.Module().__dict__) - {"training"}
+_TABLES = "_parameters", "_buffers", "_modules"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WALKED = nn.Module, types.FunctionType, types.MethodType, functools.partial
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -35,9 +36,9 @@ class Surroundings(Watched):
         labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         watched: variables of code, of classes and of objects among them; see ``Watched``.
-        attributes: of the modules, when all was walked.
+        attributes: of the modules: dictionaries, keys and values; ``sizes`` of the dictionaries;
+            ``lacks``, keys for tensors, and whether there is none.
         token: a number that stands for the guards.
-        hooks: the dictionaries of hooks, of these modules and of all.
     """
 
     step: Any
@@ -47,15 +48,15 @@ class Surroundings(Watched):
     held: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
-    attributes: list[Any] = field(default_factory=list)
+    attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
+    sizes: list[tuple[Any, int]] = field(default_factory=list)
+    lacks: list[tuple[Any, str, bool]] = field(default_factory=list)
     token: int = 0
-    hooks: list[Any] | None = None
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
         around = cls(step)
         around.walk(step)
-        around.attributes = around._attributes()
         return around
 
     @property
@@ -63,28 +64,60 @@ class Surroundings(Watched):
         """The name of the step."""
         return str(getattr(self.step, "__name__", type(self.step).__name__))
 
-    @property
-    def fresh(self) -> bool:
-        """Whether all variables are what they were."""
-        return same(self.attributes, self._attributes()) and super().fresh
+    def again(self, step: Any, unhooked: bool = True) -> list[Tensor] | None:
+        """Returns the tensors if, but for them, a call of the step does what an earlier one did.
 
-    def unchanged(self, step: Any) -> bool:
-        """Whether a call of the step does what an earlier one did, but for its tensors."""
-        if self.hooks is None:
-            named = [getattr(module, name) for module in self.modules for name in _HOOKS]
-            glob = [getattr(modules, f"_global{name}") for name in _HOOKS]
-            self.hooks = [*named, *glob]
-        return self.step is step and not any(self.hooks) and self.fresh
+        Args:
+            unhooked: whether there may be no hooks.
+        """
+        if self.step is not step:
+            return None
+        try:
+            tensors = self._compared(unhooked)
+        except (LookupError, ValueError, AttributeError):  # a variable is gone
+            return None
+        # Calls that are replayed look at the types of all tensors.
+        known = unhooked or all(isinstance(tensor, Tensor) for tensor in tensors or ())
+        return tensors if known else None
 
-    def _attributes(self) -> list[Any]:
-        """Says that modules are as they were: their attributes and children."""
-        made: list[Any] = []
-        for module in self.modules:
-            made += module.__dict__.values()
-            made += module._modules.values()
-            for tensors in (module._parameters, module._buffers):
-                made += [name for name, tensor in tensors.items() if tensor is not None]
-        return made
+    @functools.cached_property
+    def _compared(self) -> Callable[[bool], list[Tensor] | None]:
+        """Returns the tensors if all variables are as they were, and hooks as the argument says:
+        comparisons printed as one expression, which takes a fifth of their time in loops.
+        """
+        space: dict[str, Any] = {}
+
+        def name(value: Any) -> str:
+            space[f"v{id(value)}"] = value
+            return f"v{id(value)}"
+
+        def item(holder: Any, key: Any) -> str:
+            return name(holder) + (f"[{key!r}]" if type(key) in (str, int) else f"[{name(key)}]")
+
+        def read(holder: Any, key: Any) -> str:
+            return item(holder, key) if isinstance(holder, CONTAINERS) else f"{name(holder)}.{key}"
+
+        checks = []
+        for holder, key, value in self.watched:
+            if value is MISSING:
+                checks.append(f"{name(key)} not in {name(holder)}")
+                continue
+            now, old = read(holder, key), name(value)
+            checks.append(f"({now} is {old} or {name(equal)}({now}, {old}))")
+        checks += [f"{name(alike)}({name(of)}, {name(copy)})" for of, copy in self.containers]
+        checks += [f"{item(of, key)} is {name(value)}" for of, key, value in self.attributes]
+        checks += [f"len({name(of)}) == {size}" for of, size in self.sizes]
+        checks += [f"({item(of, key)} is None) is {lack}" for of, key, lack in self.lacks]
+        hooks = [item(vars(module), key) for module in self.modules for key in _HOOKS]
+        hooks += [name(getattr(modules, f"_global{key}")) for key in _HOOKS]
+        checks.append(f"not (unhooked and ({' or '.join(hooks)}))")
+        found = ", ".join(read(holder, key) for holder, key in self.places)
+        text = (
+            f"def compared(unhooked):\n    if {' and '.join(checks)}:\n        return [{found}]\n"
+        )
+        exec(compile(text, "<around>", "exec"), space)
+        compared: Callable[[bool], list[Tensor] | None] = space["compared"]
+        return compared
 
     def tensors(self) -> list[Tensor]:
         return [value_of(holder, name) for holder, name in self.places]
@@ -144,7 +177,13 @@ class Surroundings(Watched):
             return
         self.modules.append(module)
         self.guards += [type(module), *module._modules]
+        held, tables = vars(module), [vars(module)[name] for name in _TABLES]
+        named = [name for name in held if name not in _ORDINARY or name in _TABLES]
+        self.attributes += [(held, name, held[name]) for name in named]
+        self.attributes += [(tables[-1], *child) for child in tables[-1].items()]
+        self.sizes += [(table, len(table)) for table in (held, *tables)]
         for tensors in (module._parameters, module._buffers):
+            self.lacks += [(tensors, name, tensor is None) for name, tensor in tensors.items()]
             for name in tensors:
                 self._variable(tensors, name)
         names, read = ["forward"], set[str]()

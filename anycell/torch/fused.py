@@ -15,7 +15,7 @@ from anycell.engines.gpu import build, launch
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, backward, forward, gpu
 from anycell.layer.sequences import keeping, sequences
-from anycell.layer.signature import ROWS
+from anycell.layer.signature import OF_STATES, ROWS
 from anycell.plan import Layer, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
 from anycell.torch import passes
@@ -60,41 +60,42 @@ def plan_of(cell: Cell, sizes: Sizes, dtype: torch.dtype, engine: str) -> Plan |
 Forward = Callable[[Layer, Arrays, bool], tuple[Tensor, States, Kept | None]]
 
 
-def run(layer: Layer, arrays: Arrays, forward_pass: Forward | None = None) -> Result:
+def run(layer: Layer, arrays: Arrays) -> Result:
     """Runs a layer, which has its plan, on the fused engine; returns the same results as
     ``composite``.
-
-    Args:
-        forward_pass: does what ``run_forward`` does, its default.
     """
-    forward_pass = forward_pass or run_forward
     if layer.sequences:  # the kernel keeps them, as it does for the backward pass
         plan = keeping(layer.plan, layer.sequences)
         layer = layer._replace(plan=plan, options=layer.options._replace(checkpoint=None))
     if torch.is_grad_enabled():
         for tensor in arrays.values():
             if tensor.requires_grad:
-                given = layer, forward_pass, tuple(arrays), *arrays.values()
+                given = layer, run_forward, tuple(arrays), *arrays.values()
                 output, *rest = Fused.apply(*given)
                 states = len(layer.cell.states)
                 return output, tuple(rest[:states]), tuple(rest[states:])
-    output, final, kept = forward_pass(layer, arrays, bool(layer.sequences))
-    return output, final, () if kept is None else _series(layer, arrays, kept)
+    output, final, kept = run_forward(layer, arrays, bool(layer.sequences))
+    return output, final, () if kept is None else series(layer, arrays, kept)
 
 
-def _series(layer: Layer, arrays: Arrays, kept: Kept) -> States:
+def series(layer: Layer, arrays: Arrays, kept: Kept) -> States:
     """``layer.sequences``, from what the forward pass has kept."""
     return tuple([whole.detach() for whole in sequences(layer, arrays, kept)])
 
 
 class Fused(torch.autograd.Function):
-    """A layer and its gradient."""
+    """A layer and its gradient.
+
+    Instead of the tensors' names there may be the calls of a step, see ``replayed.Pass``, which
+    make the layer's arrays of the tensors. States have no axis of directions there.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, forward_pass: Forward, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any, layer: Layer, forward_pass: Forward, names: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        arrays = dict(zip(names, tensors, strict=True))
+        of_step = type(names) is not tuple
+        arrays: Any = tensors if of_step else dict(zip(names, tensors, strict=True))
         output, final, kept = forward_pass(layer, arrays, True)
         assert kept is not None
         # Saved by autograd, they are guarded against edits, and pass through the user's hooks.
@@ -102,7 +103,10 @@ class Fused(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.names = layer, names
         ctx.states = [array is not None for array in kept.states[0]]
-        return output, *final, *(_series(layer, arrays, kept) if layer.sequences else ())
+        if not layer.sequences:
+            return output, *final
+        arrays = names.enter(tensors) if of_step else arrays
+        return output, *final, *series(layer, arrays, kept)
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
@@ -110,23 +114,31 @@ class Fused(torch.autograd.Function):
         if all(gradient is None for gradient in arriving):
             return None, None, None, *[None for _ in needs]
         # Read once: hooks on saved tensors, such as activation checkpoints', run at each read.
-        tensors = ctx.saved_tensors
-        arrays = dict(zip(names, tensors, strict=False))
-        wanted = {name for name, need in zip(names, needs, strict=True) if need}
-        ends = 1 + len(layer.cell.states)
+        saved, ends = ctx.saved_tensors, 1 + len(layer.cell.states)
+        tensors, of_step = saved[: len(needs)], type(names) is not tuple
+        given = dict(zip(range(len(needs)) if of_step else names, tensors, strict=True))
+        wanted = {name for name, need in zip(given, needs, strict=True) if need}
+        if of_step:
+            final = [None if d is None else d.unsqueeze(0) for d in arriving[1:ends]]
+            arriving = arriving[0], *final, *arriving[ends:]
         pairs = zip(layer.sequences, arriving[ends:], strict=True)
         inside = {name: gradient for name, gradient in pairs if gradient is not None}
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
         elsewhere = bool(inside) and layer.plan.engine == "gpu"
-        gradients: Mapping[str, Tensor | None]
-        if stepwise(arriving, tensors) or watched() or elsewhere:
+        gradients: Mapping[Any, Tensor | None]
+        if stepwise(arriving, saved) or watched() or elsewhere:
             run: Any = differentiable
-            gradients = enter(layer.cell, "backward", run, layer, arrays, wanted, arriving)
+            lay = (lambda given: layered(names.enter([*given.values()]))) if of_step else dict
+            gradients = enter(layer.cell, "backward", run, layer, given, wanted, arriving, lay)
         else:
-            kept = Kept.of(tensors[len(names) :], ctx.states, len(layer.options.reverse))
-            given = layer, arrays, kept, arriving[:ends], wanted, inside
-            gradients = enter(layer.cell, "backward", run_backward, *given)
-        found = [gradients.get(n) if n in wanted else None for n in names]
+            kept = Kept.of(saved[len(needs) :], ctx.states, len(layer.options.reverse))
+            arrays = layered(names.enter(tensors)) if of_step else given
+            asked = names.wanted(needs) if of_step else wanted
+            call = layer, arrays, kept, arriving[:ends], asked, inside
+            gradients = enter(layer.cell, "backward", run_backward, *call)
+            if of_step:
+                gradients = dict(enumerate(names.back(gradients)))
+        found = [gradients.get(n) if n in wanted else None for n in given]
         return None, None, None, *found
 
 
@@ -203,16 +215,20 @@ def rounded(plan: Plan) -> Plan:
 
 
 def differentiable(
-    layer: Layer, arrays: Arrays, wanted: set[str], arriving: Sequence[Tensor | None]
-) -> dict[str, Tensor | None]:
+    layer: Layer, tensors: Mapping[Any, Tensor], wanted: set[Any],
+    arriving: Sequence[Tensor | None], lay: Callable[[Any], Arrays] = dict,
+) -> dict[Any, Tensor | None]:  # fmt: skip
     """Returns gradients by torch's operations, so that they can be differentiated again, and seen:
     by autograd, through the composite.
+
+    Args:
+        lay: makes the layer's arrays of the tensors.
     """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Differentiates for views of the inputs, because one input may depend on another.
-        places = {n: t.view_as(t) if n in wanted else t for n, t in arrays.items()}
-        output, final, others = composite(layer, places)
+        places = {n: t.view_as(t) if n in wanted else t for n, t in tensors.items()}
+        output, final, others = composite(layer, lay(places))
         ends = zip((output, *final, *others), arriving, strict=True)
         outputs, arriving = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
         inputs = {name: t for name, t in places.items() if name in wanted}
@@ -242,6 +258,11 @@ def _ranged(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any
 
 
 # -- between torch and the engine ------------------------------------------------------------------
+
+
+def layered(arrays: Arrays) -> Arrays:
+    """The arrays as a layer has them, from states without an axis of directions."""
+    return {n: t.unsqueeze(0) if n.startswith(OF_STATES) else t for n, t in arrays.items()}
 
 
 def on_threads(options: Options) -> Options:

@@ -33,7 +33,7 @@ from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths, refuse_more
 from anycell.torch.replayed import Replayed, batch_first, layouts, time_first
 from anycell.torch.stepwise import Step, Steps, stepwise
-from anycell.torch.warm import quiet
+from anycell.torch.warm import ordinary, quiet
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _RESTLESS = 16  # readings for tensors of the same shapes
@@ -81,15 +81,20 @@ class Readings:
             first: see ``Replayed``.
         """
         around = self.around
-        if around is None or not quiet() or not around.unchanged(step):
+        if around is None or not quiet() or (tensors := around.again(step)) is None:
             return None
         (xs, x_tree), (leaves, state_tree) = _flat(x), _flat(state)
-        tensors = [*around.tensors(), *xs, *leaves]
-        known = self.replays.get(layouts(tensors))
-        if known is None or not same(known.facts, [around, x_tree, state_tree, first]):
+        tensors += xs
+        tensors += leaves
+        if not xs or not ordinary(map(type, tensors)):
             return None
-        self.last = known.plan
-        return known.run(tensors)
+        known = self.replays.get((xs[0].shape, xs[0].dtype, first))
+        if known is None or not same(known.facts, [around, x_tree, state_tree]):
+            return None
+        results = known.run(tensors)
+        if results is not None:
+            self.last = known.plan
+        return results
 
     def learn(self, x: Any, call: Steps, first: bool = False) -> None:
         """Learns a call without further arguments that has run."""
@@ -97,9 +102,11 @@ class Readings:
         if around is None or isinstance(plan, str) or call.turned:
             return
         tape = plan.tape(call, tensors := around.tensors())
-        known = layouts([*tensors, *_flat(x)[0], *call.state])
-        if tape is not None and known is not None:
-            add_recent(self.replays, known, Replayed(plan, tape, around, call, first), _MOST)
+        if tape is not None and layouts(tensors := [*tensors, *call.xs, *call.state]) is not None:
+            replayed = Replayed(plan, tape, around, call, tensors, first)
+            like = _flat(x)[0][0]
+            self.replays.pop(key := (like.shape, like.dtype, first), None)
+            add_recent(self.replays, key, replayed, _MOST)
 
     def plan(
         self, step: Step, around: Surroundings, call: Steps, tensors: Sequence[Tensor]
@@ -231,8 +238,8 @@ class loop(Explained, nn.Module):
                 reverse=reverse,
             )  # fmt: skip
         plain = mask is lengths is resets is reset_state is None and reverse is False
-        first = self.batch_first
-        if plain and (known := self._readings.again(self.module, x, state, first)) is not None:
+        first, module = self.batch_first, self._modules["module"]  # ``self.module`` takes longer
+        if plain and (known := self._readings.again(module, x, state, first)) is not None:
             return known
         call = _call(*_flat(x), state, first)
         turned = call.batched and first
@@ -271,7 +278,7 @@ class loop(Explained, nn.Module):
     def _surroundings(self) -> Surroundings:
         """Returns what the module reads, walked again only if it has changed."""
         around = self._readings.around
-        if around is None or around.step is not self.module or not around.fresh:
+        if around is None or around.again(self.module, unhooked=False) is None:
             around = self._readings.known(Surroundings.of(self.module))
         return around
 
@@ -455,15 +462,22 @@ def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
     dim = integer("dim", dim, -leaves[0].dim(), leaves[0].dim() - 1) % leaves[0].dim()
     call = _call([x.movedim(dim, 0) for x in leaves] if dim else leaves, tree, init, False)
     call = call._replace(reverse=boolean("reverse", reverse))
-    around = Surroundings.of(step)
-    codes = [guard for guard in around.guards if isinstance(guard, types.CodeType)]
-    code: Any = codes[0] if codes else tuple(map(id, around.held[:1]))
-    if code not in _SCANS:  # steps of one code have their readings together
-        add_recent(_SCANS, code, (Readings(), around.held[:1]), _MOST)
-    readings = _SCANS[code][0]
+    function = type(step) is types.FunctionType  # of other steps not all is watched
+    of_code = _SCANS.get(step.__code__) if function else None
+    around = of_code and of_code[0].around
+    if of_code is not None and around and around.again(step, unhooked=False) is not None:
+        readings = of_code[0]
+    else:
+        around = Surroundings.of(step)
+        codes = [guard for guard in around.guards if isinstance(guard, types.CodeType)]
+        code: Any = codes[0] if codes else tuple(map(id, around.held[:1]))
+        if code not in _SCANS:  # steps of one code have their readings together
+            add_recent(_SCANS, code, (Readings(), around.held[:1]), _MOST)
+        readings = _SCANS[code][0]
+        readings.known(around)
 
     def turned(x: Any, state: Any) -> tuple[Any, Any]:
         carry, y = step(state, x)
         return y, carry
 
-    return readings, turned, readings.known(around), call
+    return readings, turned, around, call

@@ -22,6 +22,7 @@ from anycell.engines import cpu
 from anycell.engines.cpu import aten
 from anycell.layer.recipe import Recipe, dense
 from anycell.layer.signature import Shape
+from anycell.plan import LINE
 from anycell.torch.threads import address, address_of, function
 
 _ABI = 2 << 56 | 10 << 48  # of PyTorch 2.10, whose stable interface the kernel uses
@@ -45,6 +46,18 @@ class Part(NamedTuple):
     copy: bool = False
 
 
+class Item(NamedTuple):
+    """A tensor of a call: array ``name`` of its pass from byte ``offset`` on, or a part of one that
+    ``play`` makes in memory, see ``aten.GIVEN``; "" for a further part.
+    """
+
+    name: str
+    offset: int = 0
+    into: int = -1
+    size: int = 0
+    added: int = 0
+
+
 class Form:
     """The calls that ``play`` runs under one number.
 
@@ -59,25 +72,30 @@ class Form:
         self.names, self.never = tuple[str, ...](), records is None
 
     def learn(
-        self, recipe: Recipe, given: Mapping[str, Tensor], results: Sequence[Part], stream: int = 0
-    ) -> None:
+        self, recipe: Recipe, given: Mapping[str, Tensor], results: Sequence[Part], stream: int = 0,
+        items: Sequence[tuple[Tensor, Item]] = (),
+    ) -> None:  # fmt: skip
         """Lets ``play`` run the calls whose arrays are laid out like these.
 
         Args:
             given: the arrays of the call, in order; the recipe names some of them.
             stream: see ``Options``.
+            items: what the call has instead, of which ``play`` makes these arrays.
         """
         records, attempt = table(), (self.number, recipe)
         if records is None or attempt in records.tried or "lasting" in recipe.hows:
             return
         records.tried.add(attempt)
         places = {name: place for place, name in enumerate(recipe.names)}
-        rows = [
-            aten.Given(
-                _number(t.dtype), tuple(t.shape), t.stride(), places.get(n, -1), t.element_size()
-            )
-            for n, t in given.items()
-        ]
+        room = -(-recipe.bytes // LINE) * LINE  # what ``play`` makes is behind the pass's own
+        rows, bytes = list[aten.Given](), recipe.bytes
+        for t, item in items or [(t, Item(n)) for n, t in given.items()]:
+            name, offset, into, size, added = item
+            if into >= 0:
+                into, bytes = room + into, max(bytes, room + into + t.numel() * t.element_size())
+            layout = _number(t.dtype), tuple(t.shape), t.stride()
+            place = places.get(name, -1), t.element_size()
+            rows.append(aten.Given(*layout, *place, offset, into, size, added))
         made, copied = made_by(recipe), list[list[int]]()
         placed, numbers = len(made), list[int]()
         for part in results:
@@ -99,7 +117,7 @@ class Form:
         if cpu.check.ON:  # what a pass touches follows from the layout of its arrays
             recipe.run([given[name] for name in recipe.names], recipe.options)
         values = {
-            "placed": placed, "bytes": recipe.bytes, "table": recipe.table, "head": recipe.address,
+            "placed": placed, "bytes": bytes, "table": recipe.table, "head": recipe.address,
             "execute": address_of(recipe.native), "stream": stream,
             "gang": cpu.pool.gang(threads) if threads > 1 else 0,
         }  # fmt: skip

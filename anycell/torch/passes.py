@@ -21,7 +21,7 @@ from anycell.plan import Layer, Plan
 from anycell.recent import add_recent
 from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
-from anycell.torch.native import Form, Part, made_by, play
+from anycell.torch.native import Form, Item, Part, made_by, play
 
 _MOST = 512  # forms
 _FORMS: dict[tuple[Any, ...], Form] = {}
@@ -78,8 +78,13 @@ def narrowed(plan: Plan, states: Sequence[Tensor]) -> States:
     return tuple(map(Torch.of(plan.dtype).narrow, states) if plan.types.mixed else states)
 
 
-def learn_forward(form: Form, layer: Layer, arrays: Arrays, keep: bool, flat: bool = False) -> None:
-    """Learns a pass that has run; ``flat`` if calls have states without an axis of directions."""
+def learn_forward(
+    form: Form, layer: Layer, arrays: Arrays, keep: bool,
+    items: Sequence[tuple[Tensor, Item]] = (),
+) -> None:  # fmt: skip
+    """Learns a pass that has run; of a step, whose states have no axis of directions, with the
+    ``items`` of ``Form.learn``.
+    """
     plan, options = layer.plan, layer.options
     known, given = drafted(Torch.of(plan.dtype), plan, arrays, options, keep)
     arrays = as_read(layer, arrays)
@@ -87,7 +92,7 @@ def learn_forward(form: Form, layer: Layer, arrays: Arrays, keep: bool, flat: bo
         return
     whole = [Part(i, made.shape, made.strides) for i, made in enumerate(made_by(known.recipe))]
     finals = [whole[i] for i in known.finals]
-    if flat:
+    if items:
         arrays = {n: t[0] if n.startswith(OF_STATES) else t for n, t in arrays.items()}
         finals = [part._replace(shape=part.shape[1:], strides=part.strides[1:]) for part in finals]
     if keep:
@@ -99,7 +104,7 @@ def learn_forward(form: Form, layer: Layer, arrays: Arrays, keep: bool, flat: bo
             shape = arrays["x"].shape[0], *output.shape[1:]
             output = output._replace(shape=shape, offset=output.strides[0])
         parts = [output, *finals]
-    form.learn(known.recipe, arrays, parts, options.stream)
+    form.learn(known.recipe, arrays, parts, options.stream, items)
 
 
 def backward_form(layer: Layer, arrays: Arrays, arriving: Ends, wanted: set[str]) -> Form | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,16 @@ from anycell.layer.sequences import besides_output, by_name
 from anycell.layer.signature import state_names
 from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
-from anycell.read import STATES, Refused, Value, Variable
+from anycell.read import Refused, Value, Variable
 from anycell.recent import add_recent
-from anycell.torch.composite import Arrays, Result
 from anycell.torch.functional import engine_of, fused_plan, run_layer
+from anycell.torch.fused import layered
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Recording, Run
 from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
 from anycell.torch.tape import Tape
 
 _MOST = 64  # tapes that a plan keeps
-States = tuple[dict[str, Tensor], dict[str, Tensor]]  # the last, and those of all steps, by name
 
 
 class ReadStep:
@@ -124,12 +123,12 @@ class ReadStep:
             named, memory = tape.enter(arrays)
             return tape.leave(arrays, self.recur(call, named), memory)
         run = self.values(call, tensors)
-        states = self.recur(call, self._enter(call, run))
+        results = self.recur(call, self._enter(call, run))
         if tape is None:  # many calls come once, with a number of steps of their own
             add_recent(self.tapes, key, True, _MOST)
         elif tape:
-            self.tapes[key] = self._tape(call, len(tensors), arrays, states)
-        return self._leave(call, run, states)
+            self.tapes[key] = self._tape(call, len(tensors), arrays, results)
+        return self._leave(call, run, results)
 
     @staticmethod
     def _key(call: Steps, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
@@ -146,20 +145,22 @@ class ReadStep:
         return tape if isinstance(tape, Tape) else None
 
     def _tape(
-        self, call: Steps, count: int, arrays: Sequence[Tensor], states: States
+        self, call: Steps, count: int, arrays: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Tape | bool:
         def enter(arrays: Sequence[Tensor]) -> tuple[Any, Any]:
             tensors, this = arrays[:count], call.filled(arrays[count:])
             run = self.values(this, tensors)
             return self._enter(this, run), (this, run)
 
-        def leave(arrays: Sequence[Tensor], states: States, memory: tuple[Steps, Run]) -> Any:
-            return self._leave(*memory, states)
+        def leave(
+            arrays: Sequence[Tensor], results: Sequence[Tensor], memory: tuple[Steps, Run]
+        ) -> Any:
+            return self._leave(*memory, results)
 
         try:
             drawn = bool(self.recording.random)
             with torch.random.fork_rng([], enabled=drawn), torch.enable_grad():
-                return Tape(arrays, enter, states, leave)
+                return Tape(arrays, enter, results, leave)
         except Exception:  # then calls stay as they are
             return False
 
@@ -234,30 +235,20 @@ class ReadStep:
         return self.layers[key]
 
     def recur(
-        self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None,
-        again: Callable[[Arrays], Result | None] = lambda arrays: None,
-    ) -> States:  # fmt: skip
-        """The states of all steps that outputs need, and the last states.
+        self, call: Steps, arrays: Mapping[str, Tensor], engine: str | None = None
+    ) -> Sequence[Tensor]:
+        """The output of the layer, the last states, and the states of all steps that it returns."""
+        layer = self.layer_for(call, arrays, engine)
+        output, last, series = run_layer(layer, layered(arrays))
+        return output, *[state.squeeze(0) for state in last], *series
 
-        Args:
-            again: runs the layer as an earlier one; None if there was none like it.
-        """
-        layer, arrays = self.layer_for(call, arrays, engine), layered(arrays)
-        output, last, series = again(arrays) or run_layer(layer, arrays)
-        return self.states_of(output, [state.squeeze(0) for state in last], series)
-
-    def states_of(
-        self, output: Tensor, last: Sequence[Tensor], series: Sequence[Tensor] = ()
-    ) -> States:
-        """The results of a layer by name."""
-        cell = self.reading.cell
-        ends = dict(zip(cell.state_names, last, strict=True))
-        return ends, by_name(self.names, cell, output, series)
-
-    def _leave(self, call: Steps, run: Run, states: States) -> tuple[Any, Any]:
-        """The user's output and last state."""
-        step = self.recording
-        last, known = step.unpacked(self.reading, call.state, *states, self.seen, call.reverse)
+    def _leave(self, call: Steps, run: Run, results: Sequence[Tensor]) -> tuple[Any, Any]:
+        """The user's output and last state, from what ``recur`` returns."""
+        step, cell = self.recording, self.reading.cell
+        count = 1 + len(cell.states)
+        ends = dict(zip(cell.state_names, results[1:count], strict=True))
+        every = by_name(self.names, cell, results[0], results[count:])
+        last, known = step.unpacked(self.reading, call.state, ends, every, self.seen, call.reverse)
         for place, k in enumerate(step.ahead):
             last[k] = run.last[place]
         if call.resets is not None:
@@ -297,11 +288,6 @@ class ReadStep:
             restored = call.restored[k] if call.restored else torch.zeros_like(call.state[k])
             chosen = torch.where(wide(starts, before, call), restored, before)
             known[self.recording.states[k]] = chosen
-
-
-def layered(arrays: Mapping[str, Tensor]) -> Arrays:
-    """The arrays as a layer has them, states with an axis of directions."""
-    return {n: t.unsqueeze(0) if n.startswith(STATES) else t for n, t in arrays.items()}
 
 
 def _part(reader: Reader, var: Variable, after: Sequence[Variable]) -> tuple[int, int] | None:

@@ -1,29 +1,38 @@
 """Calls of a step that was read, as earlier ones: their tape, and one native operator.
 
 What a reading depends on is compared in a few steps of C: the objects around the step by their
-identity, the tensors by their layout. A call that differs goes the ordinary way, which reads.
+identity, tensors by their shapes, and by the operator by their layouts. A call that differs goes
+the ordinary way, which reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from anycell.engines.cpu.aten import AXES
 from anycell.layer.sequences import keeping
-from anycell.plan import Plan
+from anycell.layer.signature import OF_STATES
+from anycell.plan import LINE, Layer, Plan
 from anycell.torch import fused
 from anycell.torch.around import Surroundings
-from anycell.torch.fused import plan_on
-from anycell.torch.native import play
-from anycell.torch.passes import as_given, form_of, learn_forward
-from anycell.torch.planned import ReadStep, States, layered
+from anycell.torch.composite import Arrays
+from anycell.torch.fused import Fused, layered, plan_on
+from anycell.torch.native import Item, play, table
+from anycell.torch.passes import Result, as_given, as_kept, form_of, learn_forward
+from anycell.torch.planned import ReadStep
 from anycell.torch.stepwise import Steps
-from anycell.torch.tape import Tape
-from anycell.torch.warm import Front, ordinary, settings, wanted
+from anycell.torch.tape import Sources, Tape
+from anycell.torch.warm import Unknown, ordinary, settings, wanted
+
+Turn = Callable[[Tensor], Tensor]
+Way = tuple[int | None, Sequence[tuple[str, Turn]]]
 
 
 def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
@@ -50,59 +59,263 @@ def batch_first(output: Any, rows: int) -> Any:
     return pytree.tree_map_only(Tensor, swapped, output)
 
 
-class Replayed:
-    """A call that was replayed, for all that are laid out like it.
+class Pass:
+    """Calls of a kernel that do not look at their tensors.
 
     Args:
-        first: whether users have the batch as the first axis of x and the output.
+        layer: of the calls, with the plan.
+        enter, sources: tensors -> the arrays of the layer, whose states have no axis of directions;
+            and how it makes them, see ``Tape``.
+        tensors, arrays: of a call.
+        items: what the operator is given: places of tensors, and what it makes of them.
+        ways: of the gradients, see ``ways_of``.
+
+    Attributes:
+        passed: the places of the tensors that are arrays.
+        forms: by settings: of calls that keep nothing, and of those that keep what a backward pass
+            reads.
     """
 
     def __init__(
-        self, plan: ReadStep, tape: Tape, around: Surroundings, call: Steps, first: bool
-    ) -> None:
+        self, layer: Layer, enter: Callable[[Any], Arrays], sources: Sources,
+        tensors: Sequence[Tensor], arrays: Arrays, items: Sequence[tuple[int, Item]],
+        ways: Sequence[Way],
+    ) -> None:  # fmt: skip
+        self.layer, self.enter, self.sources, self.ways = layer, enter, sources, ways
+        self.order, self.items = zip(*items, strict=True)
+        self.steps, self.forms = arrays["x"].shape[0], dict[Any, tuple[Any, Any]]()
+        self.needed = dict[tuple[bool, ...], set[str]]()
+        self.passed = {of[0] for name, (_, of) in sources.items() if arrays[name] is tensors[of[0]]}
+        self.like = self._facts(tensors)
+
+    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The output, the final states, and the sequences that the layer returns."""
+        keep = bool(self.layer.sequences)
+        if not keep and (results := self._play(tensors, False)):
+            return results
+        output, final, kept = self.again(self.layer, tensors, keep)
+        if kept is None:
+            return output, *final
+        return output, *final, *fused.series(self.layer, self.enter(tensors), kept)
+
+    def again(self, layer: Layer, tensors: Any, keep: bool) -> Result:
+        """Does what ``run_forward`` does, as an earlier pass did it; one like it is learnt."""
+        if results := self._play(tensors, keep):
+            if keep:
+                return as_kept(layer, self.steps, results, False)
+            return results[0], tuple(results[1:]), None
+        if self._facts(tensors) != self.like:
+            raise Unknown
+        arrays = self.enter(tensors)
+        whole, items = layered(arrays), items_of(self.sources, tensors, arrays)
+        output, final, kept = fused.run_forward(layer, whole, keep)
+        if items == list(zip(self.order, self.items, strict=True)):
+            given = [(tensors[k], item) for k, item in items]
+            learn_forward(self.forms[settings()][keep], fused.ready(layer), whole, keep, given)
+        return output, tuple([state.squeeze(0) for state in final]), kept
+
+    def _play(self, tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
+        now = settings()
+        if now not in self.forms:
+            facts = fused.ready(self.layer), self.sources, "of a step", self.items
+            self.forms[now] = form_of(*facts), form_of(*facts, "keeping")
+        number = self.forms[now][keep].number
+        results: list[Tensor] = play([tensors[k] for k in self.order], number, 0)
+        return results
+
+    def _facts(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Facts that calls share: ``enter`` is for the strides of what it does not pass on."""
+        return [
+            (t.shape, t.dtype, t.device, k in self.passed or t.is_sparse or t.stride(), t.layout)
+            for k, t in enumerate(tensors)
+        ]
+
+    def wanted(self, needs: tuple[bool, ...]) -> set[str]:
+        """The arrays whose gradients those of the tensors need."""
+        if (known := self.needed.get(needs)) is None:
+            sources = self.sources.items()
+            known = {name for name, (_, of) in sources if any(needs[k] for k in of)}
+            self.needed[needs] = known
+        return known
+
+    def back(self, gradients: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """The gradients of the tensors, from those of the layer's arrays that are wanted."""
+        found: list[Any] = []
+        for axis, parts in self.ways:
+            made = [turn(gradients[name]) for name, turn in parts if name in gradients]
+            if not made or len(made) < len(parts):  # nobody needs it
+                found.append(None)
+            elif axis is None:
+                found.append(made[0] if len(made) == 1 else sum(made[1:], made[0]))
+            else:
+                found.append(torch.cat(made, axis))
+        return found
+
+
+def ways_of(sources: Sources, tensors: Sequence[Tensor], arrays: Arrays) -> list[Way] | None:
+    """Ways in which tensors' gradients follow from those of arrays: parts that are joined along an
+    axis, or with None added; None if it takes more.
+    """
+    ways = list[Way]()
+    for k, t in enumerate(tensors):
+        parts, slices = list[tuple[str, Turn]](), list[tuple[int, str]]()
+        for name, (how, places) in sources.items():
+            lengths = [tensors[place].shape[0] if how == "joined" else 0 for place in places]
+            starts = [0, *accumulate(lengths)]
+            for start, place in zip(starts, places, strict=False):
+                if place != k:
+                    continue
+                if how == "joined":
+                    length = t.shape[0]
+                    parts.append((name, partial(torch.narrow, dim=0, start=start, length=length)))
+                elif turn := _turn(name, arrays[name], t, how):
+                    parts.append((name, turn))
+                else:
+                    offset = arrays[name].storage_offset() - t.storage_offset()
+                    slices.append((int(offset), name))
+        axis = None
+        if slices:
+            names = [name for _, name in sorted(slices)]
+            views = [arrays[name] for name in names]
+            if parts or any(view.dim() != t.dim() for view in views):
+                return None
+            sizes = zip(views[0].shape, t.shape, strict=True)
+            axis = next((i for i, (part, whole) in enumerate(sizes) if part != whole), 0)
+            ends = [*accumulate(view.shape[axis] for view in views)]
+            if ends[-1] != t.shape[axis]:
+                return None
+            laid = [t.narrow(axis, start, end - start) for start, end in pairwise([0, *ends])]
+            if any(_place(one) != _place(other) for one, other in zip(laid, views, strict=True)):
+                return None
+            parts = [(name, _same) for name in names]
+        ways.append((axis, parts))
+    return ways
+
+
+def _place(t: Tensor) -> Any:
+    return t.shape, t.stride(), t.storage_offset()
+
+
+def _same(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _turn(name: str, view: Tensor, t: Tensor, how: str) -> Turn | None:
+    """Makes a tensor's gradient of that of an array, a view of it; None if it is a part."""
+    same = view is t or how == "added"
+    whole = same or (view.numel() == t.numel() and view.is_contiguous())
+    if same and not name.startswith(OF_STATES):  # which have an axis of directions
+        return _same
+    if (view.shape, view.stride()) == (t.shape[::-1], t.stride()[::-1]) and not same:
+        return torch.t
+    return partial(torch.reshape, shape=t.shape) if whole else None
+
+
+def items_of(
+    sources: Sources, tensors: Sequence[Tensor], arrays: Arrays
+) -> list[tuple[int, Item]] | None:
+    """Items that the operator is given: places of tensors, and how it makes arrays of them; None if
+    it cannot.
+    """
+    items, end = list[tuple[int, Item]](), 0
+    for name, (how, places) in sources.items():
+        whole, parts = arrays[name], [tensors[k] for k in places]
+        if whole is parts[0]:
+            items.append((places[0], Item(name)))
+            continue
+        shapes = [t.shape for t in parts]
+        if how == "added" and shapes[0] != shapes[1]:
+            return None
+        if not all(t.is_contiguous() and t.dim() <= AXES for t in parts):
+            return None
+        size, into = whole.element_size(), end
+        if how == "view":
+            offset = whole.storage_offset() - parts[0].storage_offset()
+            items.append((places[0], Item(name, size * int(offset))))
+            continue
+        for number, (k, part) in enumerate(zip(places, parts, strict=True)):
+            added = number if how == "added" else 0
+            count = part.numel() * (1 if added else size)
+            items.append((k, Item("" if number else name, 0, into, count, added)))
+            into += 0 if how == "added" else count
+        end += -(-whole.numel() * size // LINE) * LINE
+    return items
+
+
+class Replayed:
+    """A call that was replayed, for all that are like it.
+
+    Args:
+        tensors: those around the step, of x and of the state, with time first.
+        first: whether users have the batch as the first axis of x and the output.
+
+    Attributes:
+        facts: what calls have in common besides the first tensor of x.
+        known: the calls of the kernel; None if it must look at its arrays. ``inside``: whether they
+            make the arrays of the tensors.
+        seen: the layouts of the tensors that these calls do not look at, at these ``places``.
+    """
+
+    def __init__(
+        self, plan: ReadStep, tape: Tape, around: Surroundings, call: Steps,
+        tensors: list[Tensor], first: bool,
+    ) -> None:  # fmt: skip
         self.plan, self.tape = plan, tape
-        self.facts = [around, call.x_tree, call.state_tree, first]
+        self.facts = [around, call.x_tree, call.state_tree]
         self.rows = call.rows if first and call.batched else 0
         self.call = call._replace(xs=[], state=[])
-        self.places = slice(-len(call.xs) - len(call.state), -len(call.state))
-        self.fronts: dict[Any, Front | None] = {}
+        self.xs = slice(-len(call.xs) - len(call.state), -len(call.state))
+        device = [tensors[-1].device] if tensors[-1].is_cuda else []
+        with torch.random.fork_rng(device), torch.no_grad():
+            arrays = tape.enter(tensors)[0]
+        self.known, self.inside = self._pass(tensors, arrays), False
+        looked: Any = ()
+        if self.known is not None:
+            self.inside = self.known.sources is tape.sources
+            looked = self.known.order if self.inside else tape.passed
+        self.places = [k for k in range(len(tensors)) if k not in looked]
+        self.seen = layouts([tensors[k] for k in self.places])
 
-    def run(self, tensors: list[Tensor]) -> tuple[Any, Any]:
-        """Returns the output and the last state of a call with these tensors."""
-        if self.rows:
-            tensors[self.places] = [time_first(t) for t in tensors[self.places]]
-        arrays, memory = self.tape.enter(tensors)
-        now = settings()
-        if now not in self.fronts:
-            self.fronts[now] = self._front(arrays)
-        states = self._states(self.fronts[now], arrays)
-        output, last = self.tape.leave(tensors, states, memory)
-        return (batch_first(output, self.rows) if self.rows else output), last
-
-    def _states(self, front: Front | None, arrays: dict[str, Tensor]) -> States:
-        plan, given = self.plan, [*arrays.values()]
-        if front is None:
-            return plan.recur(self.call, arrays)
-        if front.layer.sequences or (torch.is_grad_enabled() and wanted(given)):
-            return plan.recur(self.call, arrays, again=front.run)
-        if results := play(given, front.form.number, 0):
-            return plan.states_of(results[0], results[1:])
-        states = plan.recur(self.call, arrays)
-        learn_forward(front.form, fused.ready(front.layer), layered(arrays), False, flat=True)
-        return states
-
-    def _front(self, arrays: dict[str, Tensor]) -> Front | None:
-        """Returns a call of the kernel that does not look at its arrays; None if it must look."""
-        layer = self.plan.layer_for(self.call, arrays)
-        x = arrays["x"]
-        if any(t.dtype is not x.dtype for t in arrays.values()):
-            return None
+    def _pass(self, tensors: list[Tensor], arrays: Arrays) -> Pass | None:
+        layer, x, tape = self.plan.layer_for(self.call, arrays), arrays["x"], self.tape
         plan = plan_on(x.device.type, layer.cell, layer.sizes, x.dtype)
         if not isinstance(plan, Plan) or plan.engine != "cpu" or not as_given(plan, arrays):
             return None
-        layer, names = layer._replace(plan=keeping(plan, layer.sequences)), tuple(arrays)
-        ready = fused.ready(layer)
-        flat, keeping_form = (form_of(ready, names, *f) for f in (["flat"], ["forward", True]))
-        if flat is None or keeping_form is None:
+        if table() is None or any(t.dtype is not x.dtype for t in arrays.values()):
             return None
-        return Front((), (), flat, keeping_form, layer, names, plain=True)
+        layer, sources = layer._replace(plan=keeping(plan, layer.sequences)), tape.sources
+        items = items_of(sources or {}, tensors, arrays)
+        if sources and items and (ways := ways_of(sources, tensors, arrays)):
+            enter = lambda given: tape.enter(given)[0]  # noqa: E731
+            return Pass(layer, enter, sources, tensors, arrays, items, ways)
+        names, tensors = tuple(arrays), [*arrays.values()]
+        sources = {name: ("view", (k,)) for k, name in enumerate(names)}
+        items = [(k, Item(name)) for k, name in enumerate(names)]
+        enter = lambda given: dict(zip(names, given, strict=False))  # noqa: E731
+        ways = ways_of(sources, tensors, arrays) or []
+        return Pass(layer, enter, sources, tensors, arrays, items, ways)
+
+    def run(self, tensors: list[Tensor]) -> tuple[Any, Any] | None:
+        """Returns the output and the last state of a call with these tensors; None if it is not
+        like the one that was replayed.
+        """
+        if self.rows:
+            tensors[self.xs] = [time_first(t) for t in tensors[self.xs]]
+        if self.places and layouts([tensors[k] for k in self.places]) != self.seen:
+            return None
+        known, memory, given = self.known, (), tensors
+        if not self.inside or known is None:
+            arrays, memory = self.tape.enter(tensors)
+            given = [*arrays.values()]
+        results: Sequence[Tensor]
+        try:
+            if known is None:
+                results = self.plan.recur(self.call, arrays)
+            elif torch.is_grad_enabled() and wanted(given):
+                results = Fused.apply(known.layer, known.again, known, *given)
+            else:
+                results = known.run(given)
+        except Unknown:
+            return None
+        output, last = self.tape.leave(tensors, results, memory)
+        return (batch_first(output, self.rows) if self.rows else output), last

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anycell.read import Equation, Refused, Variable, mapped, tape
+from anycell.read import Equation, Refused, Variable, leaves, mapped, tape
 from anycell.torch.record import A, Like, Recorder, storage
 
 Tree = Any  # tensors and other values in tuples, lists and dictionaries
@@ -22,6 +22,12 @@ _BOUND = {
     A.squeeze.dim: torch.squeeze, A.t.default: torch.t, A.transpose.int: torch.transpose,
     A.unsqueeze.default: torch.unsqueeze, A.view.default: Tensor.view,
 }  # fmt: skip
+_VIEWS = (
+    A.narrow.default, A.t.default, A.transpose.int, A.permute.default, A.view.default,
+    A.unsqueeze.default, A.squeeze.dim,
+)  # fmt: skip
+Source = tuple[str, tuple[int, ...]]
+Sources = dict[str, Source]
 
 
 class Tape(tape.Tape):
@@ -33,9 +39,16 @@ class Tape(tape.Tape):
         between: what the kernel makes, a tree of tensors.
         leave: (arrays, between, memory) -> results.
 
+    Attributes:
+        passed: the places of the arrays that are results of ``enter`` as they are.
+        sources: of each result, by name, how it is made of arrays, and their places: a "view" of
+            one, or several "joined" along their first axis or "added"; None if there is more.
+
     Raises:
         Refused: for operations or results that cannot be printed.
     """
+
+    sources: Sources | None = None
 
     def __init__(
         self, arrays: Sequence[Tensor], enter: Callable[[list[Tensor]], tuple[Tree, Any]],
@@ -53,8 +66,31 @@ class Tape(tape.Tape):
             left = leave(inputs, between, memory)
         places = dict[Variable, str](zip(recorder.inputs, names, strict=True))
         entered, left = self._vars(entered), self._vars(left)
+        self._inputs = recorder.inputs[: len(inputs)]
         super().__init__(recorder.equations, places, entered, left, split)
-        del self._recorder, self._tensors
+        del self._recorder, self._tensors, self._inputs
+
+    def _print(self, nodes: Sequence[Equation], entered: Tree, left: Tree, split: int) -> Any:
+        made = super()._print(nodes, entered, left, split)
+        results = {self._real(var) for var in leaves(entered, Variable)}
+        self.passed = frozenset(k for k, var in enumerate(self._inputs) if var in results)
+        if isinstance(entered, dict) and not self.memory:
+            self.sources = self._found(nodes[:split], entered)
+        return made
+
+    def _found(self, nodes: Sequence[Equation], entered: dict[str, Variable]) -> Sources | None:
+        inputs: dict[Variable, int] = {var: k for k, var in enumerate(self._inputs)}
+        known: dict[Variable, Source] = {var: ("view", (k,)) for var, k in inputs.items()}
+        for node in nodes:
+            var, of = node.results[0], [self._real(operand) for operand in node.operands]
+            joined = node.source is A.cat.default and node.arguments[1:] in ((), (0,))
+            added = node.source is A.add.Tensor and len(of) == 2 and not node.options
+            if node.source in _VIEWS and known.get(of[0], ("",))[0] == "view":
+                known[var] = known[of[0]]
+            elif (joined or added) and inputs.keys() >= {*of}:
+                known[var] = "joined" if joined else "added", tuple([inputs[one] for one in of])
+        found = {name: known.get(self._real(var)) for name, var in entered.items()}
+        return {n: made for n, made in found.items() if made} if all(found.values()) else None
 
     def _vars(self, tree: Tree) -> Tree:
         def var(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ from anycell.layer.signature import FLAGS, OF_STATES, places, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
 from anycell.torch import fused
-from anycell.torch.composite import Arrays, Result, States
+from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
 from anycell.torch.fused import Fused, plan_on
 from anycell.torch.native import Form, Part, play, table
@@ -66,13 +66,6 @@ class Front(NamedTuple):
         arrays = dict(zip(self.names[:last], tensors, strict=False))
         return [*as_read(self.layer, arrays).values(), *tensors[last:]]
 
-    def run(self, arrays: Arrays) -> Result | None:
-        """The results of one layer, which keeps what it makes; None if no pass was like it."""
-        try:
-            return fused.run(self.layer, arrays, self.again)
-        except _Unknown:
-            return None
-
     def again(self, layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept]:
         """Does what ``run_forward`` does, as an earlier pass did it."""
         assert self.keeping is not None
@@ -80,7 +73,7 @@ class Front(NamedTuple):
         read = tensors if self.plain else self.read(tensors)
         results = play(read, self.keeping.number, 0)
         if not results:
-            raise _Unknown
+            raise Unknown
         apart = not self.plain and layer.options.apart("mask" in arrays)
         output, final, kept = as_kept(layer, arrays["x"].shape[0], results, apart)
         return output, final if self.plain else narrowed(layer.plan, final), kept
@@ -89,7 +82,7 @@ class Front(NamedTuple):
 FRONTS: dict[tuple[Any, ...], Front] = {}
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """No call was like this one."""
 
 
@@ -165,7 +158,7 @@ def _trained(module: Any, front: Front, tensors: list[Tensor]) -> list[Tensor]:
         x = x.swapaxes(0, 1)
     try:
         output, *final = Fused.apply(front.layer, front.again, front.names, x, *others)
-    except _Unknown:
+    except Unknown:
         return []
     return [output.swapaxes(0, 1) if module.batch_first else output, *final]
 

@@ -180,6 +180,189 @@ def test_calls_that_are_not_like_earlier_ones() -> None:
         warm()
 
 
+# -- warm calls: what the operator and the gradient lay out ----------------------------------------
+
+
+class Parts(nn.Module):
+    """A cell whose weights are joined, added, slices, transposed, or several of these."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.w, self.u = param(I, 2 * H), param(H, 2 * H)
+        self.whole, self.b, self.d = param(2 * H, H + I), param(2 * H), param(2 * H)
+        self.each = nn.ParameterList([param(n, m) for n in (H, H) for m in (I, H)])
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        kind = self.kind
+        if kind == "transposed":
+            a = x @ self.w + h @ self.u + self.b
+        elif kind == "added":
+            a = F.linear(x, self.w.t(), self.b) + F.linear(h, self.u.t(), self.d)
+        elif kind == "slices":
+            a = F.linear(torch.cat([h, x], -1), self.whole, self.b)
+        elif kind == "a part":
+            a = F.linear(x, self.whole[:, 1 : 1 + I]) + h @ self.u
+        elif kind == "joined":
+            e = self.each
+            a = torch.cat([F.linear(x, e[0]) + F.linear(h, e[1]), x @ e[2].T + h @ e[3].T], -1)
+        elif kind == "shared":
+            a = x @ self.u[:I] + h @ self.u + self.b + self.b
+        else:
+            a = F.linear(x, self.w.t().exp(), self.b) + h @ self.u
+        f, g = a.chunk(2, -1)
+        h = h + torch.sigmoid(f) * (torch.tanh(g) - h)
+        return h, h
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside"),
+    [
+        ("transposed", True), ("added", True), ("slices", True), ("joined", True),
+        ("a part", False), ("shared", False), ("computed", False),
+    ],
+)  # fmt: skip
+def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> None:
+    """The same bits as of a call that is not warm, with and without gradients; hooks, and what is
+    saved, are torch's own.
+    """
+    module = Parts(kind)
+    layer, seen = loop(module), list[Any]()
+    x, h = torch.randn(T, B, I, requires_grad=True), torch.randn(B, H, requires_grad=True)
+    tensors = [x, h, *module.parameters()]
+
+    def gradients(output: Tensor, last: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(
+            (output.sin().sum(), last.sum()), tensors, allow_unused=True, materialize_grads=True
+        )
+        return [output.detach(), last.detach(), *found]
+
+    first = gradients(*layer(x, h))
+    check_trees(first, gradients(*by_hand(module)(x, h)))
+    for _ in range(5):
+        assert all(map(torch.equal, gradients(*layer(x, h)), first))
+        with torch.no_grad():
+            assert all(map(torch.equal, layer(x, h), first))
+    (known,) = layer._readings.replays.values()
+    if table() is not None:
+        assert known.known is not None and known.inside == inside
+    for parameter in module.parameters():
+        parameter.register_hook(seen.append)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        results = layer(x, h)
+    assert all(map(torch.equal, gradients(*results), first))
+    assert seen
+    output, _ = layer(x, h)
+    (again,) = torch.autograd.grad(output.sum(), h, create_graph=True)
+    expected = torch.autograd.grad(by_hand(module)(x, h)[0].sum(), h, create_graph=True)[0]
+    twice = [
+        torch.autograd.grad(g.square().sum(), tensors, allow_unused=True, materialize_grads=True)
+        for g in (again, expected)
+    ]
+    check_trees(*twice)
+    basis = torch.eye(3).repeat(1, output.numel() // 3 + 1)[:, : output.numel()]
+    arriving = basis.reshape(3, *output.shape)
+    rows = [
+        torch.autograd.grad(run(x, h)[0], h, arriving, is_grads_batched=True)
+        for run in (layer, by_hand(module))
+    ]
+    check_trees(*rows)
+    output, _ = layer(x, h)
+    with torch.no_grad():
+        module.u.mul_(2.0)
+        module.whole.mul_(2.0)
+        module.each[1].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["added", "joined", "slices"])
+def test_weights_are_laid_out_in_float32(kind: str) -> None:
+    module = Parts(kind).float()
+    layer = loop(module)
+    x, h = torch.randn(T, B, I, dtype=torch.float32), torch.randn(B, H, dtype=torch.float32)
+    with torch.no_grad():
+        first = layer(x, h)
+        for _ in range(5):
+            assert all(map(torch.equal, layer(x, h), first))
+    (known,) = layer._readings.replays.values()
+    assert known.inside or table() is None
+
+
+def test_what_warm_calls_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thing that the printed comparison looks at; a number that is equal is no change."""
+    module = Parts("added")
+    module.register_parameter("none", None)
+    layer = loop(module)
+    x, h = torch.randn(T, B, I), torch.randn(B, H)
+
+    def again() -> Any:
+        around = layer._readings.around
+        assert around is not None
+        return around.again(module)
+
+    for _ in range(4):
+        layer(x, h)
+    around: Any = layer._readings.around
+    assert [*map(id, again())] == [*map(id, around.tensors())]
+    assert around._compared(True) is not None and around.again(Parts("added")) is None
+    kind = module.kind
+    monkeypatch.setattr(module, "kind", "".join([*kind]))
+    assert module.kind is not kind and again() is None  # of a module, by identity
+    module.kind = kind
+    for name, value in (("none", param(3)), ("more", 1), ("child", nn.Identity())):
+        setattr(module, name, value)
+        assert again() is None
+        setattr(module, name, None) if name == "none" else delattr(module, name)
+        assert again() is not None
+    handle = module.register_forward_pre_hook(lambda *_: None)
+    assert again() is None and around.again(module, unhooked=False) is not None
+    handle.remove()
+    w = module.w
+    del module.w
+    assert again() is None
+    module.w = w
+    module.eval()
+    assert again() is None
+
+
+@pytest.mark.parametrize("kind", ["slices", "joined", "computed"])
+@pytest.mark.parametrize("learning", [False, True])
+def test_weights_that_are_laid_out_otherwise(kind: str, learning: bool) -> None:
+    """After warm calls: other memory, strides, shapes and dtypes of the same parameters."""
+    module = Parts(kind)
+    layer = loop(module)
+    x, h = torch.randn(T, B, I), torch.randn(B, H)
+
+    def check() -> None:
+        for _ in range(5):
+            with torch.set_grad_enabled(learning):
+                check_trees(layer(x, h), by_hand(module)(x, h))
+
+    check()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.t().contiguous().t() if parameter.dim() > 1 else parameter
+    check()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
+    check()
+    x = torch.randn(T, I, B).transpose(1, 2)
+    check()
+    module.kind, module.w.data = "computed", torch.randn(2 * I, 2 * H)[::2]
+    check()
+    module.w.data = torch.randn(I + 1, 2 * H)
+    with pytest.raises(RuntimeError):
+        layer(x, h)
+    module.w.data = torch.randn(I, 2 * H)
+    check()
+    with torch.no_grad():
+        module.u = None  # type: ignore[assignment]
+        with pytest.raises(TypeError):
+            layer(x, h)
+        module.u = param(H, 2 * H)
+    check()
+
+
 # -- what a call takes -----------------------------------------------------------------------------
 
 

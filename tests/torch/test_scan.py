@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import anycell
 from anycell.torch import explain_scan, scan
+from anycell.torch.around import Surroundings
 
 pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
@@ -268,3 +269,40 @@ def test_explain_scan_names_a_cell_without_a_kernel(monkeypatch: pytest.MonkeyPa
         lambda h, x: (torch.sin(h + x),) * 2, torch.zeros(B, H), torch.zeros(50, B, H)
     )
     assert said.endswith("runs this body: no kernel runs its cell: it has none")
+
+
+def test_scan_walks_around_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in calls of few steps, which run as they are written; another step is walked."""
+    walks: list[Any] = []
+    of = Surroundings.of
+    monkeypatch.setattr(Surroundings, "of", lambda step: walks.append(step) or of(step))
+
+    def make() -> Any:
+        def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(x + 0.5 * h)
+            return h, h
+
+        return step
+
+    step, other = make(), make()
+    for steps in (1, 20, 1, 20, 20, 20, 1):
+        scan(step, torch.zeros(2, 6), torch.randn(steps, 2, 6))
+    assert walks == [step]
+    scan(other, torch.zeros(2, 6), torch.randn(1, 2, 6))
+    assert walks == [step, other]
+
+
+def test_scan_sees_a_tensor_that_becomes_a_number() -> None:
+    factor: Any = torch.tensor(0.5)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + factor * h)
+        return h, h
+
+    x = torch.randn(20, 2, 6)
+    for value in (torch.tensor(0.5), 0.25, torch.tensor(0.125)):
+        factor = value
+        for _ in range(4):
+            h = torch.zeros(2, 6)
+            expected = [h := step(h, part)[0] for part in x]
+            check_trees(scan(step, torch.zeros(2, 6), x), (h, torch.stack(expected)))

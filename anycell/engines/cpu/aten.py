@@ -28,6 +28,7 @@ from anycell.engines.cpu.ir import Builder, Module, Operand, Target, Value, cons
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries
 from anycell.plan import LINE
+from anycell.plan.dtype import DTYPES
 
 # What the kernel calls: PyTorch's functions, and C's.
 TORCH = (
@@ -47,8 +48,10 @@ ROOM, ROOMS = "busy address bytes".split(), 16
 RECORD = "next given made copied results shared placed bytes table head execute gang stream".split()
 AXES = 3  # at most
 ARRAY = ["dtype", "axes", *(f"{what} {n}" for what in ("size", "stride") for n in range(AXES))]
-# Address ``place`` of a pass, or -1 if the pass does not read it; bits of ``mask`` are 0 in it.
-GIVEN = [*ARRAY, "place", "mask"]
+# Address ``place`` of a pass, or -1 if the pass does not read it; bits of ``mask`` are 0 in it. The
+# pass reads it from byte ``offset`` on; or, unless ``into`` is -1, from byte ``into`` of its memory
+# on, where before ``size`` bytes are copied, or if ``added`` is 1, as many numbers are added.
+GIVEN = [*ARRAY, "place", "mask", "offset", "into", "size", "added"]
 # ``base`` is the number of the array that it is a part of, from element ``offset`` on, or -1; its
 # first ``zeros`` bytes are cleared; ``result`` is 1 if the caller gets it.
 MADE = [*ARRAY, "base", "offset", "zeros", "result"]
@@ -61,13 +64,17 @@ Shape = tuple[int, ...]
 
 
 class Given(NamedTuple):
-    """An array that a call has: of elements of ``bytes``, at ``place`` among those of its pass."""
+    """An array that a call has: of elements of ``bytes``; see ``GIVEN``."""
 
     dtype: int
     shape: Shape
     strides: Shape
     place: int
     bytes: int
+    offset: int = 0
+    into: int = -1
+    size: int = 0
+    added: int = 0
 
 
 class Made(NamedTuple):
@@ -164,7 +171,7 @@ class Table:
             numbers: those of ``RECORD`` that do not follow from the others.
             alive: what its addresses point to.
         """
-        rows = [[*_array(*a[:3]), a.place, a.bytes - 1] for a in given]
+        rows = [[*_array(*a[:3]), a.place, a.bytes - 1, *a[5:]] for a in given]
         rows += [[*_array(*a[:3]), *a[3:], int(i in results)] for i, a in enumerate(made)]
         counts = {
             "given": len(given), "made": len(made), "copied": len(copied),
@@ -380,6 +387,19 @@ class _Call:
     def _free(self, address: Value) -> None:
         self.b.call(self.state.pointer("free"), address, returns="void")
 
+    def _gather(self, row: Entries, source: Value, target: Value) -> None:
+        """Copies an array that a call has, or adds it to what is there."""
+        b, size = self.b, row["size"]
+        into, of = b.inttoptr(target, "ptr"), b.inttoptr(source, "ptr")
+        with b.when(row["added"].eq(0)) as otherwise:
+            b.call(self.state.pointer("memcpy"), into, of, size, returns="ptr")
+        with otherwise:
+            for number in dict.fromkeys(t.storage for t in DTYPES.values() if t.plain):
+                type = number.llvm
+                with b.when(row["mask"].eq(number.bytes - 1)), b.loop(0, size) as i:
+                    place = b.gep(into, i, type)
+                    b.store(b.load(place, type) + b.load(b.gep(of, i, type), type), place)
+
     def _run(
         self, record: Entries, rows: Value, made_rows: Value, numbers: Value, block: Value
     ) -> None:
@@ -390,10 +410,14 @@ class _Call:
         table, read = block + record["table"], b.variable(0)
         Entries(b, call, CALL).set(head=record["head"], table=table)
         with b.loop(0, given) as i:
-            place = _row(b, rows, i, GIVEN)["place"]
+            row, of = _row(b, rows, i, GIVEN), _row(b, self.facts, i, FACT)["data"]
+            place, into = row["place"], row["into"]
+            begin = b.variable(of + row["offset"])
+            with b.when(into >= 0):
+                begin.value = block + into
+                self._gather(row, of, begin.value)
             with b.when(place >= 0):
-                data = _row(b, self.facts, i, FACT)["data"]
-                b.store(data, b.gep(addresses, place, "i64"))
+                b.store(begin.value, b.gep(addresses, place, "i64"))
                 read.value = read.value + 1
         after = b.gep(addresses, read.value, "i64")
         with b.loop(0, placed) as i:
