@@ -313,7 +313,7 @@ def _parts(
         if device.compiler < YOUNG and rows * units > 32 * warps * OLD_UNITS:
             continue
         chunk = warps * 4 * LOADED // plan.itemsize
-        chunks = max(-(-p.depth // chunk) for p in _products(plan, units, backward))
+        chunks = max(p.chunks(chunk) for p in _products(plan, units, backward))
         fitting = list[Slice]()
         for ahead in range(1, 2 if parted else chunks + 1):
             # Weights in registers need no shared memory: hold as many as there is room for.
@@ -338,13 +338,18 @@ class _Product(NamedTuple):
     depth: int
     columns: int
 
+    def chunks(self, size: int) -> int:
+        """Counts the chunks of k."""
+        return -(-self.depth // size)
+
     def weights(self, part: Slice, begin: int, end: int) -> int:
         """Counts the weights of some chunks."""
-        chunks = min(end, -(-self.depth // part.chunk)) - begin
+        chunks = min(end, self.chunks(part.chunk)) - begin
         return max(0, chunks) * part.chunk * self.columns
 
 
-def _products(plan: Plan, units: int, backward: bool) -> list[_Product]:
+@functools.lru_cache(maxsize=1024)
+def _products(plan: Plan, units: int, backward: bool) -> tuple[_Product, ...]:
     """The products of a step, for slices of that many units."""
     found = dict[Expr | str, _Product]()
     for l in plan.cell.linears:
@@ -352,7 +357,7 @@ def _products(plan: Plan, units: int, backward: bool) -> list[_Product]:
         key = l.name if backward else l.operand
         others = found[key].columns if key in found else 0
         found[key] = _Product(depth, others + columns)
-    return [*found.values()]
+    return (*found.values(),)
 
 
 def _held(plan: Plan, part: Slice, backward: bool) -> int:
@@ -363,9 +368,16 @@ def _held(plan: Plan, part: Slice, backward: bool) -> int:
 
 def _holding(plan: Plan, part: Slice, backward: bool, room: int) -> int:
     """The most chunks of weights that the room in registers can hold."""
-    chunks = max(-(-p.depth // part.chunk) for p in _products(plan, part.units, backward))
-    fits = [n for n in range(chunks + 1) if _held(plan, part._replace(held=n), backward) <= room]
-    return max(fits, default=0)
+    products, held = _products(plan, part.units, backward), 0
+    for chunks in sorted({p.chunks(part.chunk) for p in products}):
+        # Products with fewer chunks are held already.
+        columns = sum(p.columns for p in products if p.chunks(part.chunk) >= chunks)
+        of_one = columns * LOADED * 4 // 128
+        more = max(0, min(chunks - held, room // of_one))
+        held, room = held + more, room - more * of_one
+        if held < chunks:
+            break
+    return held
 
 
 def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
@@ -374,7 +386,7 @@ def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
     """
     trips = arriving = shared = multiplied = 0
     for p in _products(plan, part.units, backward):
-        chunks = -(-p.depth // part.chunk)
+        chunks = p.chunks(part.chunk)
         trips += -(-chunks // part.ahead)
         arriving += part.rows * p.depth * plan.itemsize
         shared += p.weights(part, part.held, chunks) * plan.itemsize

@@ -294,7 +294,9 @@ class _Slice(Loop):
         step. Before the first step and after the last there are none: what the kernel reads then is
         not used.
         """
-        step = "tl.minimum(t, count - 1)" if l.name in self.rounds.matmuls else "tl.maximum(t - 1, 0)"
+        step = (
+            "tl.minimum(t, count - 1)" if l.name in self.rounds.matmuls else "tl.maximum(t - 1, 0)"
+        )
         return self._place_theirs(f"d{k}_at", gradients_of(self.plan, l), step)
 
     def _place_theirs(self, at: str, name: str, step: str) -> str:
@@ -425,22 +427,22 @@ class _Slice(Loop):
         for number in self.rounds.rounds[0] if numbers else ():
             if number.args[0] in self.names:
                 self._store_part(number)
+        for node in () if self.variant.backward else order:
+            if node.op == "preact":
+                self.before(node)
 
     def _comes_later(self, node: Expr) -> bool:
         """Whether a node is an inner matmul of a round that is not over."""
         products = ("linear_t",) if self.variant.backward else ("linear", "preact")
-        return (
-            node.op in products and self.rounds.matmuls.get(node.attrs[0], -1) >= self.arrived
-        )
+        return node.op in products and self.rounds.matmuls.get(node.attrs[0], -1) >= self.arrived
 
     def before_wait(self) -> None:
-        """Computes what does not depend on other programs, while they finish the previous step."""
-        roots = [*self.cell.next, *self.kept]
-        self._before(roots, lambda node: node.op in ("linear", "preact"))
-        for node in topological(roots):
-            if node.op == "preact":
-                self.before(node)
+        """Computes what does not depend on other programs, while they finish the previous step. If
+        nothing will come from them, the vectors that they wait for have precedence.
+        """
         if self.owed:
+            roots = [*self.cell.next, *self.kept]
+            self._before(roots, lambda node: node.op in ("linear", "preact"))
             self._place_h()
 
     def wait(self) -> None:
@@ -463,12 +465,16 @@ class _Slice(Loop):
 
     def wait_backward(self, roots: list[Expr]) -> None:
         """Waits likewise; then adds what the step before still owes."""
+        if not self.owed:
+            if not self.rounds.matmuls:
+                self.after_exchange()
+            return
         self._before(roots, lambda n: n.op == "grad" and n.attrs[0] in self.owed)
         for k, l in itertools.chain(*self.owed.values()):
             self._place_gates(k, l)
         self.wait()
+        self.once("is_before", "(rows < batch) & (rows * 0 + t > 0)")
         for name, matmuls in self.owed.items():
-            self.once("is_before", "(rows < batch) & (rows * 0 + t > 0)")
             gathered = self.once(f"gathered_{name}", self._gather(matmuls))
             self.say(f"{gathered} = tl.where(is_before, {gathered}, 0.0)")
             self.hand_over(gathered)
@@ -508,7 +514,9 @@ class _Slice(Loop):
 
     def reduce(self, roots: list[Expr]) -> None:
         """Computes the row reductions and inner matmuls, round by round."""
-        self._settle(roots)
+        self._settle()
+        if not self.rounds.matmuls:  # otherwise vectors, which others wait for, come first
+            self._before(roots)
         some = [*roots, *(number.args[0] for number in self.rounds.numbers)]
         some += self.rounds.results.values()
         for k, numbers in enumerate(self.rounds.rounds):
@@ -526,11 +534,14 @@ class _Slice(Loop):
             theirs = dict[Expr, list[str]]()
             for number in numbers:
                 self._merge(number, theirs)
-                self._settle(roots)
+                self._settle()
+                self._before(roots)
 
     def _multiplied(self, l: Linear) -> list[Expr]:
         """The values whose vectors a pass multiplies by a matmul's weights."""
-        return [*self.plan.gradients.linear[l.name].values()] if self.variant.backward else [l.operand]
+        return (
+            [*self.plan.gradients.linear[l.name].values()] if self.variant.backward else [l.operand]
+        )
 
     def _store_vector(self, l: Linear) -> None:
         """Stores this program's units of what an inner matmul multiplies."""
@@ -549,7 +560,7 @@ class _Slice(Loop):
             self.stored.add((name, column))
             super().store_gradient(name, column, value, size)
 
-    def _settle(self, roots: list[Expr]) -> None:
+    def _settle(self) -> None:
         """Computes the reductions whose numbers are there, and what depends on them alone: so few
         numbers are alive at once.
         """
@@ -560,7 +571,6 @@ class _Slice(Loop):
             ):
                 self.evaluate([formula])
                 self.names[node] = self.names[formula]
-        self._before(roots)
 
     def _evaluate_once(self, some: list[Expr], all_: list[Expr]) -> None:
         """Computes some of all values, and gives names to those that others will need again."""
