@@ -3,6 +3,7 @@ programs exchange, the results, and what the model counts.
 """
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from anycell.engines.gpu import capacity
 from anycell.engines.gpu.cooperative import Slice, print_cooperative, programs_of, refusal
 from anycell.engines.gpu.rounds import rounds_of
 from anycell.engines.gpu.text import Variant
-from anycell.lang.transform import low_rank
+from anycell.lang.transform import low_rank, with_recurrent_mask
 from anycell.plan import Plan, plan
 from tests.engines.test_engines import Detached, LowRank, Small
 from tests.engines.test_gpu import assert_sixteen
@@ -206,6 +207,18 @@ def test_results(one: Cell, how: dict[str, bool], rng: np.random.Generator) -> N
     """Two groups of two programs, the last of which has two units, and none of a smaller size."""
     problem = random_problem(one, (2, 17, 18), rng, "float32", nearby=6, **how)
     assert_right(by_gpu(problem, tier=2), problem)
+
+
+@pytest.mark.parametrize("dropped", ["each", pytest.param("all", marks=pytest.mark.slow)])
+def test_masks_on_the_recurrent_matmul(dropped: str, rng: np.random.Generator) -> None:
+    """A matmul of h times a mask is an inner one; the masks are loaded before the loop."""
+    one = cells.GRU(reset_after=False)
+    problem = random_problem(one, (2, 17, 18), rng, "float32", nearby=6, dropped=dropped, **HARD)
+    masked = with_recurrent_mask(one, dropped == "each")
+    assert_right(by_gpu(replace(problem, cell=masked), tier=2), problem)
+    for backward in (False, True):
+        before, _, step = text(masked, backward).partition("    for t in range(")
+        assert "tl.load(recurrent_mask" in before and "recurrent_mask" not in step
 
 
 @pytest.mark.parametrize("one", [*BUILT_IN, *USERS], ids=str)

@@ -123,7 +123,8 @@ def right() -> None:
     device.CHUNK_BYTES = whole
     del solution["d weight_ih_l0"]  # not in the problem
     assert_right(solution, problem)
-    compare(make(cells.LayerNormLSTM, (3, 4, 18), **hard))
+    for cell in (cells.LayerNormLSTM, cells.MultiplicativeLSTM, cells.VariationalLSTM):
+        compare(make(cell, (3, 4, 18), **hard))
     for units in (34, 17):  # three programs, and two; an odd number of units
         compare(make(cells.GRU, (4, 17, units), "float16", **hard), dtype="float16")
 

@@ -19,7 +19,7 @@ from anycell.engines.gpu.rounds import rounds_of
 from anycell.engines.gpu.text import Variant, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr
-from anycell.plan import Plan
+from anycell.plan import Plan, recurrent_masks
 
 
 class Device(NamedTuple):
@@ -412,7 +412,7 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     # What is carried from step to step; what the next step reads is already loaded.
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
-    carried += cell.static is not None
+    carried += (cell.static is not None) + recurrent_masks(plan)
     # A parameter, the sum of its gradient and what a step adds to that.
     carried += 3 * len(cell.params) * backward
     carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits

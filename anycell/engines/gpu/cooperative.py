@@ -150,6 +150,8 @@ class _Slice(Loop):
             if l.name in self.rounds.matmuls and l.operand not in self.columns_of:
                 self.columns_of[l.operand] = self.vectors
                 self.vectors += -(-plan.sizes[l.in_size] // LEAST) * LEAST
+        owed = sum(map(len, self.owed.values()))
+        self.products = owed + len(self.rounds.matmuls)  # yet to be printed
         self.stored: set[tuple[str, int]] = set()  # gradients, by array and column
         self.mine: dict[Expr, str] = {}  # the numbers of this program's units
         self.buffer = len(self.rounds.numbers) * part.rows * self.lanes_of_parts
@@ -258,7 +260,9 @@ class _Slice(Loop):
                 dot = self._dot(f"w{k}_{first}_{start}", f"{right}{more}")
                 self.say(f"{sum_} = {dot}")
                 sums += [sum_] * (sum_ not in sums)
-        self.after_exchange()
+        self.products -= 1
+        if not self.products:
+            self.after_exchange()
         return [
             " + ".join(s for s in sums if s.startswith(f"sum{k}_{first}_"))
             for first, _ in self.outputs(l)
@@ -341,7 +345,7 @@ class _Slice(Loop):
     def _split(self, value: str, names: list[str]) -> None:
         """Splits ``[rows, units * outputs]`` into a tile for each output."""
         if len(names) == 1:
-            self.once(names[0], f"settled({value})" if self.rounds.rounds else value)
+            self.once(names[0], f"settled({value})" if self.rounds.numbers else value)
             return
         half = len(names) // 2
         shape = f"[{self.rows}, {self.width * half}, 2]"
@@ -393,7 +397,7 @@ class _Slice(Loop):
         return frozenset({"mask", "resets", "d_output", "saved", "gates", *self.sequences})
 
     def after_exchange(self) -> None:
-        """Prints the next step's loads once the others' results have arrived: earlier they would
+        """Prints the next step's loads once all results of others have arrived: earlier they would
         delay these and take their registers.
         """
         if NEXT not in self.said:
@@ -466,8 +470,6 @@ class _Slice(Loop):
     def wait_backward(self, roots: list[Expr]) -> None:
         """Waits likewise; then adds what the step before still owes."""
         if not self.owed:
-            if not self.rounds.matmuls:
-                self.after_exchange()
             return
         self._before(roots, lambda n: n.op == "grad" and n.attrs[0] in self.owed)
         for k, l in itertools.chain(*self.owed.values()):
@@ -492,6 +494,7 @@ class _Slice(Loop):
 
     def publish(self) -> None:
         """Tells the other programs of these rows that the step is done, if they wait for that."""
+        self.after_exchange()  # of a step without products
         if self.owed:
             self._publish(len(self.rounds.rounds))
 

@@ -1,8 +1,8 @@
-"""Row reductions and inner matmuls of programs that share a row's units: what they exchange, and when.
+"""Row reductions and inner matmuls among programs that share a row's units: what they exchange.
 
 A matmul that multiplies something other than h needs its vector from all programs, and backward the
-gradients of its outputs. A reduction that needs the result of another one would wait for a second exchange. Three rules make
-such reductions ones of values that a program already has:
+gradients of its outputs. A reduction that needs the result of another one would wait for a second
+exchange. Three rules make such reductions ones of values that a program already has:
 
 - a sum is linear: the sum of ``n * v`` is ``n`` times the sum of ``v`` if ``n`` is one number per
   row, and a value less its own mean sums to 0;
