@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from anycell.engines.gpu.cooperative import Slice, programs_of, refusal, shape, sums_of
 from anycell.engines.gpu.resident import LEAST
-from anycell.engines.gpu.rounds import rounds_of
+from anycell.engines.gpu.rounds import Rounds, rounds_of
 from anycell.engines.gpu.text import Variant, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr
@@ -416,6 +416,8 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     # A parameter, the sum of its gradient and what a step adds to that.
     carried += 3 * len(cell.params) * backward
     carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits
+    # Addresses of the vectors of inner matmuls, and backward of what these multiplied.
+    carried += len(_rounds(plan, backward).matmuls) * (4 if backward else 2)
     copies = -(-part.rows * part.units // (32 * part.warps))
     carried *= copies
     # Of whole rows: results of reductions, and those that are saved.
@@ -424,9 +426,14 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     return held + max(sums + arriving + carried, tiles(plan, backward) * copies + rows)
 
 
+def _rounds(plan: Plan, backward: bool) -> Rounds:
+    """The rounds of programs of tier 2 in training."""
+    return rounds_of(plan, Variant.training(plan.cell, backward))
+
+
 def _numbers(plan: Plan, backward: bool) -> Collection[Expr]:
     """The numbers that programs of tier 2 exchange for row reductions."""
-    return rounds_of(plan, Variant.training(plan.cell, backward)).numbers
+    return _rounds(plan, backward).numbers
 
 
 def slice_bytes(
