@@ -532,6 +532,8 @@ class _Slice(Loop):
                 self._store_vector(l)
             self._publish(k)
             self._before(roots)
+            if inner:
+                self._store_known()
             self._wait(k, "t < count")
             self.arrived = k + 1
             theirs = dict[Expr, list[str]]()
@@ -556,6 +558,20 @@ class _Slice(Loop):
             self.store_gates()
         else:
             self.store_outputs(l)
+
+    def _store_known(self) -> None:
+        """Stores the results that are there, which would take registers during the product."""
+        self.store_saved([node for node in self.kept if node in self.names])
+        for n, d in enumerate(self.plan.gradients.x.values() if self.variant.backward else ()):
+            if d in self.names:
+                self.store_gradient("d_gates", n * self.plan.hidden_size, self.value(d), "H")
+
+    def store_saved(self, nodes: Iterable[Expr]) -> None:
+        """Stores values for the backward pass unless a round has done so."""
+        for node in nodes:
+            if ("saved", self.saved[node]) not in self.stored:
+                self.stored.add(("saved", self.saved[node]))
+                super().store_saved([node])
 
     def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
         """Stores a gradient unless a round has done so."""
