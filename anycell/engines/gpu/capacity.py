@@ -416,8 +416,9 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     # A parameter, the sum of its gradient and what a step adds to that.
     carried += 3 * len(cell.params) * backward
     carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits
-    # Addresses of the vectors of inner matmuls, and backward of what these multiplied.
-    carried += len(_rounds(plan, backward).matmuls) * (4 if backward else 2)
+    # What inner matmuls need besides, by the compiler's reports: addresses, backward those of what
+    # they multiplied too, and values that outlive their products.
+    carried += len(_rounds(plan, backward).matmuls) * (10 if backward else 2)
     copies = -(-part.rows * part.units // (32 * part.warps))
     carried *= copies
     # Of whole rows: results of reductions, and those that are saved.
