@@ -176,11 +176,12 @@ def test_shared(cell: Cell, rng: np.random.Generator) -> None:
 def test_programs_wait_for_one_another() -> None:
     """Tier 2 runs as on a card, with all programs at once; a missing program raises an error."""
     (found,) = map(json.loads, run("tests/helpers/exchange.py", **COMPILES).splitlines())
-    for way in ("forward", "backward"):
+    for way in ("forward", "backward", "inner"):
         error = "waited for one another for 0.04 s. The results of that call are NaN."
         assert error in found[way]["error"]
     # Steps that need no other program are complete: the first, and the backward pass's last.
     assert found["forward"]["h"] == [True] * 2 + [False] * 4
+    assert found["inner"]["h"] == [True] + [False] * 5  # each step needs all units of its vector
     assert found["backward"]["h"] == [True] * 6
     assert found["backward"]["d_gates"] == [False] * 4 + [True]
 
