@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import problems
 import pytest
 
 # Before anything else that may import Triton.
@@ -206,6 +207,14 @@ def test_the_tier_follows_the_size() -> None:
 def test_results(one: Cell, how: dict[str, bool], rng: np.random.Generator) -> None:
     """Two groups of two programs, the last of which has two units, and none of a smaller size."""
     problem = random_problem(one, (2, 17, 18), rng, "float32", nearby=6, **how)
+    assert_right(by_gpu(problem, tier=2), problem)
+
+
+def test_a_size_beyond_h(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Three programs, of which the last has no units of size H."""
+    monkeypatch.setattr(problems, "width", lambda size, hidden: 40 if size == "P" else hidden)
+    problem = random_problem(cells.LSTMP, (2, 3, 18), rng, "float32", nearby=6, **HARD)
+    assert problem.sizes == {"H": 18, "P": 40}
     assert_right(by_gpu(problem, tier=2), problem)
 
 
