@@ -55,6 +55,7 @@ def _exchange(draft: DeviceDraft, plan: Plan, kernels: Kernels, batch: int) -> d
     return {
         "flags": draft.flags(2 * groups * programs),
         "parts": parts,
+        "vectors": kernels.vectors and draft.empty((2, batch, kernels.vectors)),
         "trouble": draft.host.pointer(draft.host.trouble),
         "patience": draft.host.patience,
         "done": 0,  # steps that these programs have counted

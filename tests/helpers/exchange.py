@@ -123,14 +123,15 @@ def right() -> None:
     device.CHUNK_BYTES = whole
     del solution["d weight_ih_l0"]  # not in the problem
     assert_right(solution, problem)
-    compare(make(cells.LayerNormLSTM, (3, 4, 18), **hard))
+    for cell in (cells.LayerNormLSTM, cells.MultiplicativeLSTM, cells.VariationalLSTM):
+        compare(make(cell, (3, 4, 18), **hard))
     for units in (34, 17):  # three programs, and two; an odd number of units
         compare(make(cells.GRU, (4, 17, units), "float16", **hard), dtype="float16")
 
 
-def absent(backward: bool) -> dict[str, Any]:
+def absent(backward: bool, cell: Cell = cells.PeepholeLSTM) -> dict[str, Any]:
     """Returns what the other programs leave behind if one program never runs."""
-    problem = make(cells.PeepholeLSTM, (5, 4, 18))
+    problem = make(cell, (5, 4, 18))
     Shared.absent, Shared.patience = (0, 1, backward), 40_000_000
     found: dict[str, Any] = {}
     try:
@@ -150,6 +151,7 @@ def main() -> None:
     """Runs all comparisons, then both passes with an absent program."""
     right()
     found = {way: absent(way == "backward") for way in ("forward", "backward")}
+    found["inner"] = absent(False, cells.MultiplicativeLSTM)
     print(json.dumps(found))
 
 

@@ -50,6 +50,7 @@ CELLS = [
     pytest.param(cells.GRU, 2, HAS, marks=pytest.mark.slow),
     pytest.param(cells.GRU(reset_after=False), 1, HAS, marks=pytest.mark.slow),
     pytest.param(cells.LSTMP, 1, HAS, marks=pytest.mark.slow),
+    pytest.param(cells.LSTMP, 2, HAS, marks=pytest.mark.slow),
     pytest.param(cells.sLSTM, 1, (), marks=pytest.mark.slow),
     pytest.param(cells.EALSTM, 1, HAS, marks=pytest.mark.slow),
     pytest.param(cells.LayerNormLSTM, 1, HAS, marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ Three tiers, chosen by ``capacity``:
   size;
 - tier 1 (``resident``): one launch per sequence, all weights on chip; small hidden sizes;
 - tier 2 (``cooperative``): one launch per sequence, the weights spread on chip over many programs,
-  which exchange h every step; large hidden sizes.
+  which exchange h every step, and what else its matmuls multiply; large hidden sizes.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from anycell.engines.gpu.cooperative import Slice, refusal, shape, sums_of
+from anycell.engines.gpu.cooperative import Slice, programs_of, refusal, shape, sums_of
 from anycell.engines.gpu.resident import LEAST
-from anycell.engines.gpu.rounds import rounds_of
+from anycell.engines.gpu.rounds import Rounds, rounds_of
 from anycell.engines.gpu.text import Variant, power_of_two
 from anycell.lang.cell import Linear
 from anycell.lang.expr import Expr
-from anycell.plan import Plan
+from anycell.plan import Plan, recurrent_masks
 
 
 class Device(NamedTuple):
@@ -250,7 +250,7 @@ def _cooperative(
         return "float32 is multiplied outside the matrix units"
     least, priced = 0, list[tuple[float, Choice]]()
     for rows, units in itertools.product(ROWS, UNITS):
-        groups, programs = -(-batch // rows), -(-plan.hidden_size // units)
+        groups, programs = -(-batch // rows), programs_of(plan, units)
         count = twins * groups * programs
         parts = list(_parts(plan, device, rows, units, count, backward, precision))
         if parts:
@@ -300,7 +300,8 @@ def _parts(
     parted = precision == "bf16x6"
     if not plan.types.mixed and rows > (ROWS[0] if parted else ROWS[1]):
         return
-    if rows * _columns(plan, units, backward) > 32 * SUMS:
+    widest = max(product.columns for product in _products(plan, units, backward))
+    if rows * widest > 32 * SUMS:
         return
     if rows * units > REDUCED and _numbers(plan, backward):
         return
@@ -312,14 +313,13 @@ def _parts(
         if device.compiler < YOUNG and rows * units > 32 * warps * OLD_UNITS:
             continue
         chunk = warps * 4 * LOADED // plan.itemsize
-        chunks = -(-_depth(plan, backward) // chunk)
+        chunks = max(p.chunks(chunk) for p in _products(plan, units, backward))
         fitting = list[Slice]()
         for ahead in range(1, 2 if parted else chunks + 1):
             # Weights in registers need no shared memory: hold as many as there is room for.
             part = Slice(rows, units, chunk, ahead, warps, 0)
             room = SLICE_NUMBERS - left - slice_numbers(plan, part, backward)
-            of_one = _columns(plan, part.units, backward) * LOADED * 4 // 128
-            part = part._replace(held=0 if parted else min(chunks, room // of_one))
+            part = part._replace(held=0 if parted else _holding(plan, part, backward, room))
             needed = slice_bytes(plan, part, backward, precision, device.compiler)
             if room >= 0 and needed <= device.shared:
                 fitting.append(part)
@@ -327,31 +327,77 @@ def _parts(
             yield min(fitting, key=lambda part: cycles(plan, part, programs, backward))
 
 
-def _depth(plan: Plan, backward: bool) -> int:
-    """The longest k of a matmul."""
-    return max(shape(plan, l, 0, backward)[0] for l in plan.cell.linears)
+class _Product(NamedTuple):
+    """The matmuls of one operand: forward of a vector, backward of the gradients of outputs.
+
+    Attributes:
+        depth: the length of k.
+        columns: of a slice's units, of all its matmuls.
+    """
+
+    depth: int
+    columns: int
+
+    def chunks(self, size: int) -> int:
+        """Counts the chunks of k."""
+        return -(-self.depth // size)
+
+    def weights(self, part: Slice, begin: int, end: int) -> int:
+        """Counts the weights of some chunks."""
+        chunks = min(end, self.chunks(part.chunk)) - begin
+        return max(0, chunks) * part.chunk * self.columns
 
 
-def _columns(plan: Plan, units: int, backward: bool) -> int:
-    """Columns of all matmuls with one operand."""
-    return units if backward else sum(shape(plan, l, units, False)[1] for l in plan.cell.linears)
+@functools.lru_cache(maxsize=1024)
+def _products(plan: Plan, units: int, backward: bool) -> tuple[_Product, ...]:
+    """The products of a step, for slices of that many units."""
+    found = dict[Expr | str, _Product]()
+    for l in plan.cell.linears:
+        depth, columns = shape(plan, l, units, backward)
+        key = l.name if backward else l.operand
+        others = found[key].columns if key in found else 0
+        found[key] = _Product(depth, others + columns)
+    return (*found.values(),)
+
+
+def _held(plan: Plan, part: Slice, backward: bool) -> int:
+    """Registers of a thread for weights."""
+    held = sum(p.weights(part, 0, part.held) for p in _products(plan, part.units, backward))
+    return held * plan.itemsize // (4 * 32 * part.warps)
+
+
+def _holding(plan: Plan, part: Slice, backward: bool, room: int) -> int:
+    """The most chunks of weights that the room in registers can hold."""
+    products, held = _products(plan, part.units, backward), 0
+    for chunks in sorted({p.chunks(part.chunk) for p in products}):
+        # Products with fewer chunks are held already.
+        columns = sum(p.columns for p in products if p.chunks(part.chunk) >= chunks)
+        of_one = columns * LOADED * 4 // 128
+        more = max(0, min(chunks - held, room // of_one))
+        held, room = held + more, room - more * of_one
+        if held < chunks:
+            break
+    return held
 
 
 def cycles(plan: Plan, part: Slice, programs: int, backward: bool) -> float:
     """Estimated cycles of a multiprocessor for a step, without what all slices have in common:
     a key to order slices by.
     """
-    depth, columns = _depth(plan, backward), _columns(plan, part.units, backward)
-    chunks = -(-depth // part.chunk)
-    arriving = part.rows * depth * plan.itemsize
-    weights = (chunks - part.held) * part.chunk * columns * plan.itemsize
-    sums = 2 * part.warps * part.rows * columns * 4
+    trips = arriving = shared = multiplied = 0
+    for p in _products(plan, part.units, backward):
+        chunks = p.chunks(part.chunk)
+        trips += -(-chunks // part.ahead)
+        arriving += part.rows * p.depth * plan.itemsize
+        shared += p.weights(part, part.held, chunks) * plan.itemsize
+        shared += 2 * part.warps * part.rows * p.columns * 4  # sums
+        multiplied += part.rows * p.columns * p.depth
     arriving += len(_numbers(plan, backward)) * part.rows * -(-plan.hidden_size // part.units) * 4
     return (
-        -(-chunks // part.ahead) * TRIP
+        trips * TRIP
         + max(arriving / SECOND_LEVEL, programs * arriving / TOGETHER)
-        + (weights + sums) / SHARED
-        + part.rows * columns * depth * plan.itemsize / 2 / MULTIPLIED
+        + shared / SHARED
+        + multiplied * plan.itemsize / 2 / MULTIPLIED
     )
 
 
@@ -359,17 +405,20 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     """Registers of a thread of tier 2, without addresses and temporaries: the weights, and the
     larger of two sets: what arrives, the sums and what is carried; or the tiles of the cell.
     """
-    columns, share = _columns(plan, part.units, backward), LOADED * 4  # bytes of a row of a chunk
-    sums = part.rows * columns // 32 * sums_of(part.rows, columns)
-    held = part.held * columns * share // 128
-    arriving = part.ahead * part.rows * share // 128
+    widest = max(product.columns for product in _products(plan, part.units, backward))
+    sums = part.rows * widest // 32 * sums_of(part.rows, widest)
+    held = _held(plan, part, backward)
+    arriving = part.ahead * part.rows * LOADED * 4 // 128
     # What is carried from step to step; what the next step reads is already loaded.
     cell = plan.cell
     carried = len(plan.saved) + len(cell.states) if backward else len(cell.gates)
-    carried += cell.static is not None
+    carried += (cell.static is not None) + recurrent_masks(plan)
     # A parameter, the sum of its gradient and what a step adds to that.
     carried += 3 * len(cell.params) * backward
     carried += len(cell.states) + 4 * bool(cell.keeps)  # words of random bits
+    # What inner matmuls need besides, by the compiler's reports: addresses, backward those of what
+    # they multiplied too, and values that outlive their products.
+    carried += len(_rounds(plan, backward).matmuls) * (10 if backward else 2)
     copies = -(-part.rows * part.units // (32 * part.warps))
     carried *= copies
     # Of whole rows: results of reductions, and those that are saved.
@@ -378,9 +427,14 @@ def slice_numbers(plan: Plan, part: Slice, backward: bool) -> int:
     return held + max(sums + arriving + carried, tiles(plan, backward) * copies + rows)
 
 
+def _rounds(plan: Plan, backward: bool) -> Rounds:
+    """The rounds of programs of tier 2 in training."""
+    return rounds_of(plan, Variant.training(plan.cell, backward))
+
+
 def _numbers(plan: Plan, backward: bool) -> Collection[Expr]:
     """The numbers that programs of tier 2 exchange for row reductions."""
-    return rounds_of(plan, Variant.training(plan.cell, backward)).numbers
+    return _rounds(plan, backward).numbers
 
 
 def slice_bytes(
@@ -393,11 +447,9 @@ def slice_bytes(
     """Shared memory of a program of tier 2: weights that threads do not hold, and sums on their way
     to the gates.
     """
-    weights = 0
-    for l in plan.cell.linears:
-        depth, columns = shape(plan, l, part.units, backward)
-        chunks = max(0, -(-depth // part.chunk) - part.held)
-        weights += chunks * part.chunk * columns * _weight_bytes(plan, precision)
+    products = _products(plan, part.units, backward)
+    weights = sum(p.weights(part, part.held, p.depth) for p in products)
+    weights *= _weight_bytes(plan, precision)
     outputs = (
         1 if backward else 1 << max(len(l.outputs) for l in plan.cell.linears).bit_length() - 1
     )

@@ -32,13 +32,18 @@ others, waits for theirs, and merges the numbers of all programs in one order: s
 bits. ``rounds`` says how often a step does that. Two buffers take turns from step to step: what a
 program stores for a step, no other program can still be reading.
 
-Only cells of one stage fit: every matmul multiplies h.
+**Inner matmuls**, of something other than h, are rounds too: each program stores its units of the
+vector, tells the others, waits for theirs, and multiplies the whole vector by its part of a second
+matrix. Backward, the vector is that of the gradients of the outputs, in the memory that the
+gradient of the matrix needs anyway. If no matmul multiplies h itself, a step ends without an
+exchange.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from anycell.engines.gpu.resident import LEAST, NEXT, Loop
@@ -77,8 +82,20 @@ CHAINS = 4  # of matrix instructions between which a warp alternates
 
 def shape(plan: Plan, l: Linear, units: int, backward: bool) -> tuple[int, int]:
     """The length of k of a matmul, and its columns for this number of units."""
-    h, outputs = plan.hidden_size, len(l.outputs)
-    return (outputs * h, units) if backward else (h, outputs * units)
+    out, into, outputs = plan.sizes[l.out_size], plan.sizes[l.in_size], len(l.outputs)
+    return (outputs * out, units) if backward else (into, outputs * units)
+
+
+def programs_of(plan: Plan, units: int) -> int:
+    """Counts the programs of a group."""
+    return -(-max(plan.sizes[size] for size in sizes_of(plan)) // units)
+
+
+def sizes_of(plan: Plan) -> list[str]:
+    """The sizes of what programs share, the largest first."""
+    sizes = ["H", *(s.size for s in plan.cell.states)]
+    sizes += [size for l in plan.cell.linears for size in (l.in_size, l.out_size)]
+    return sorted(dict.fromkeys(sizes), key=lambda size: -plan.sizes[size])
 
 
 def sums_of(rows: int, columns: int) -> int:
@@ -101,17 +118,13 @@ def print_cooperative(
 def refusal(plan: Plan) -> str | None:
     """Why programs cannot share a step of this cell; None if they can."""
     cell = plan.cell
-    h = cell.states[0]
     if not cell.linears:
         return "no matmul"
-    if any(l.operand is not Expr("state", (), (h.name,)) for l in cell.linears):
-        return "a matmul multiplies something other than h"
-    sizes = {s.size for s in cell.states}
-    sizes |= {size for l in cell.linears for size in (l.in_size, l.out_size)}
-    if sizes != {"H"}:
-        return "states of several sizes"
-    if grouped([*cell.next, *gradient_roots(cell, plan.gradients)]):
+    roots = [*cell.next, *gradient_roots(cell, plan.gradients)]
+    if grouped(roots):
         return "a row reduction of groups of units"
+    if any(is_reduction(node) and plan.symbol(node) != "H" for node in topological(roots)):
+        return "a row reduction of a size other than H"
     return None
 
 
@@ -122,16 +135,36 @@ class _Slice(Loop):
         super().__init__(plan, variant, part.warps, precision, (part.rows, part.units), False)
         self.chunk, self.ahead, self.held = part.chunk, part.ahead, part.held
         self.pair = max(1, 4 // plan.itemsize)  # numbers of a thread's register
-        self.programs = -(-plan.hidden_size // part.units)  # of a group
+        self.programs = programs_of(plan, part.units)  # of a group
         self.rounds = rounds_of(plan, variant)
+        self.arrived = 0  # rounds of this step that are over
+        # The matmuls whose vectors come at the end of a step: forward those of h; backward those of
+        # states, by the state that gets the gradient.
+        self.owed: dict[str, list[tuple[int, Linear]]] = {}
+        for k, l in enumerate(self.linears):
+            if l.name not in self.rounds.matmuls and l.operand.op == "state":
+                self.owed.setdefault(l.operand.attrs[0], []).append((k, l))
+        # Where the vectors of inner matmuls lie in a row of their array, forward.
+        self.columns_of: dict[Expr, int] = {}
+        for l in self.linears if not variant.backward else ():
+            if l.name in self.rounds.matmuls and l.operand not in self.columns_of:
+                self.columns_of[l.operand] = self.vectors
+                self.vectors += -(-plan.sizes[l.in_size] // LEAST) * LEAST
+        owed = sum(map(len, self.owed.values()))
+        self.products = owed + len(self.rounds.matmuls)  # yet to be printed
+        self.stored: set[tuple[str, int]] = set()  # gradients, by array and column
         self.mine: dict[Expr, str] = {}  # the numbers of this program's units
         self.buffer = len(self.rounds.numbers) * part.rows * self.lanes_of_parts
         self.parts = 2 * self.buffer
         self.writes_rows = "is_row & (rows * 0 + tl.program_id(1) == 0)"  # all have these numbers
 
     @property
+    def _sizes(self) -> dict[str, None]:
+        return dict.fromkeys(sizes_of(self.plan))
+
+    @property
     def turns(self) -> str:
-        return "count + 1" if self.variant.backward else "count"
+        return "count + 1" if self.owed else "count"
 
     def padded(self, size: str) -> int:
         """Units of the tile."""
@@ -182,25 +215,26 @@ class _Slice(Loop):
         return self.once(f"of_{name}", row), self.once(f"lanes_{name}", lanes)
 
     def _load_part(self, k: int, l: Linear, first: int, count: int, start: int, held: bool) -> None:
-        h, columns, outputs = self.plan.hidden_size, self.columns(count), len(l.outputs)
+        columns, outputs = self.columns(count), len(l.outputs)
+        out, into = self.plan.sizes[l.out_size], self.plan.sizes[l.in_size]
+        rows, width = out // l.heads, into // l.heads
         column, lanes = self._spread(columns, held)
-        i, size = f"({plus(start, lanes)})", h * (outputs if self.variant.backward else 1)
-        width = h // l.heads
+        i, size = f"({plus(start, lanes)})", outputs * out if self.variant.backward else into
         if self.variant.backward:
             # From the transposed weight: units of h, and k over all units of all outputs.
             o = f"(tl.program_id(1) * {self.width} + {column})"
-            inside, where = f"({o} < {h})", f"{o} * {outputs * width} + {i}"
+            inside, where = f"({o} < {into})", f"{o} * {outputs * rows} + {i}"
             if l.heads > 1:
-                where = f"{o} * {outputs * width} + {i} // {h} * {width} + {i} % {width}"
-                inside += f" & ({o} // {width} == {i} % {h} // {width})"
+                where = f"{o} * {outputs * rows} + {i} // {out} * {rows} + {i} % {rows}"
+                inside += f" & ({o} // {width} == {i} % {out} // {rows})"
         else:
             o, g = f"(tl.program_id(1) * {self.width} + {column} // {count})", f"{column} % {count}"
-            inside, where = f"({o} < {h})", f"(({first} + {g}) * {h} + {o}) * {h} + {i}"
+            inside, where = f"({o} < {out})", f"(({first} + {g}) * {out} + {o}) * {into} + {i}"
             if l.heads > 1:
-                row = f"{o} // {width} * {outputs * width}"
-                row += f" + ({first} + {g}) * {width} + {o} % {width}"
+                row = f"{o} // {rows} * {outputs * rows}"
+                row += f" + ({first} + {g}) * {rows} + {o} % {rows}"
                 where = f"({row}) * {width} + {i} % {width}"
-                inside += f" & ({o} // {width} == {i} // {width})"
+                inside += f" & ({o} // {rows} == {i} // {width})"
         if start + self.chunk > size:
             inside += f" & ({i} < {size})"
         loaded = f"tl.load({self.array(f'weight{k}')} + {where}, mask={inside}, other=0.0)"
@@ -226,7 +260,9 @@ class _Slice(Loop):
                 dot = self._dot(f"w{k}_{first}_{start}", f"{right}{more}")
                 self.say(f"{sum_} = {dot}")
                 sums += [sum_] * (sum_ not in sums)
-        self.after_exchange()
+        self.products -= 1
+        if not self.products:
+            self.after_exchange()
         return [
             " + ".join(s for s in sums if s.startswith(f"sum{k}_{first}_"))
             for first, _ in self.outputs(l)
@@ -235,7 +271,11 @@ class _Slice(Loop):
     def multiply(self, k: int, l: Linear, output: str, node: Expr) -> str:
         """One output of a matmul; the first call prints all outputs."""
         if f"r{k}_{output}" not in self.said:
-            sums = self._sums(k, l, "h", self._load_h)
+            name, load = "h", self._load_h
+            if l.operand in self.columns_of:
+                name = f"vector{self.columns_of[l.operand]}"
+                load = functools.partial(self._load_vector, name, l)
+            sums = self._sums(k, l, name, load)
             for (first, count), parts in zip(self.outputs(l), sums, strict=True):
                 self.say(f"r{k}_{first} = total({parts}, {count})")
                 self._split(f"r{k}_{first}", [f"r{k}_{o}" for o in l.outputs[first:][:count]])
@@ -254,11 +294,14 @@ class _Slice(Loop):
         return self._place_theirs("h_at", "hidden", "t")
 
     def _place_gates(self, k: int, l: Linear) -> str:
-        """The address of the first chunk of the gates' gradients. Before the first step there are
-        none: what the kernel reads then is not used.
+        """The address of the first chunk of the gates' gradients, for an inner matmul those of this
+        step. Before the first step and after the last there are none: what the kernel reads then is
+        not used.
         """
-        name = gradients_of(self.plan, l)
-        return self._place_theirs(f"d{k}_at", name, "tl.maximum(t - 1, 0)")
+        step = (
+            "tl.minimum(t, count - 1)" if l.name in self.rounds.matmuls else "tl.maximum(t - 1, 0)"
+        )
+        return self._place_theirs(f"d{k}_at", gradients_of(self.plan, l), step)
 
     def _place_theirs(self, at: str, name: str, step: str) -> str:
         place, (_, lanes) = self.place(name, step, self._their_rows()), self._spread(self.rows)
@@ -272,7 +315,7 @@ class _Slice(Loop):
 
     def _load_h(self, start: int) -> None:
         """Loads a chunk of h, and what resets put in its place."""
-        h = self.plan.hidden_size
+        h = self.widths[0]
         self._fetch(f"h_{start}", self._place_h(), start, h)
         if self.variant.resets:
             rows, (_, lanes) = self._their_rows(), self._spread(self.rows)
@@ -280,6 +323,17 @@ class _Slice(Loop):
             at, inside = self.reset_row(0, rows), f"{reset} & ({start} + {lanes} < {h})"
             at = f"tl.load({at} + ({plus(start, lanes)}), mask={inside}, other=0.0)"
             self.once(f"h_{start}_reset", at)
+
+    def _load_vector(self, name: str, l: Linear, start: int) -> None:
+        """Loads a chunk of what an inner matmul multiplies."""
+        rows, (_, lanes) = self._vectors(self._their_rows()), self._spread(self.rows)
+        at = self.once(f"{name}_at", f"{rows} + {plus(self.columns_of[l.operand], lanes)}")
+        self._fetch(f"{name}_{start}", at, start, self.plan.sizes[l.in_size])
+
+    def _vectors(self, rows: str) -> str:
+        """The address of the vectors of rows, of which two buffers take turns."""
+        turn = f"(({self.argument('done', 'i32')} + t) & 1)"
+        return f"{self.array('vectors')} + ({turn} * batch + {rows}) * {self.vectors}"
 
     def _restored(self, name: str) -> str:
         """A chunk that has been loaded, with what resets put in its place."""
@@ -291,7 +345,7 @@ class _Slice(Loop):
     def _split(self, value: str, names: list[str]) -> None:
         """Splits ``[rows, units * outputs]`` into a tile for each output."""
         if len(names) == 1:
-            self.once(names[0], f"settled({value})" if self.rounds.rounds else value)
+            self.once(names[0], f"settled({value})" if self.rounds.numbers else value)
             return
         half = len(names) // 2
         shape = f"[{self.rows}, {self.width * half}, 2]"
@@ -300,18 +354,25 @@ class _Slice(Loop):
         self._split(even, names[::2])
         self._split(odd, names[1::2])
 
-    def _gather(self) -> str:
-        """The gradient of h from the gates of all units in the step before, ``[rows, units]``."""
+    def _gather(self, matmuls: Iterable[tuple[int, Linear]]) -> str:
+        """The gradient of what matmuls multiply, from those of all their outputs,
+        ``[rows, units]``.
+        """
         terms = []
-        for k, l in enumerate(self.linears):
+        for k, l in matmuls:
             load = functools.partial(self._load_gates, k, l)
             terms += self._sums(k, l, f"d{k}", load)
         return f"total({' + '.join(terms)}, 1)"
 
     def _load_gates(self, k: int, l: Linear, start: int) -> None:
         """Loads a chunk of the gradients of all outputs."""
-        size = len(l.outputs) * self.plan.hidden_size
+        size, _ = shape(self.plan, l, 0, backward=True)
         self._fetch(f"d{k}_{start}", self._place_gates(k, l), start, size)
+
+    def _transposed(self, k: int, l: Linear) -> str:
+        name = self.once(f"gathered{k}", self._gather([(k, l)]))
+        self.hand_over(name)
+        return name
 
     # -- the exchange ----------------------------------------------------------------------------
     def _flag(self, exchange: str, program: str) -> str:
@@ -321,10 +382,10 @@ class _Slice(Loop):
         return f"flags + ({group}) * {self.programs} + {program}"
 
     def _exchange(self, number: int) -> str:
-        """The number of an exchange of this step among all: rounds come first, then h or the gates;
-        -1 is the last one of the step before.
+        """The number of an exchange of this step among all: rounds come first, then h or the gates,
+        if a matmul of the next step needs them; -1 is the last one of the step before.
         """
-        count = len(self.rounds.rounds) + 1
+        count = len(self.rounds.rounds) + bool(self.owed)
         first = f"({self.argument('done', 'i32')} + t)" + f" * {count}" * (count > 1)
         return f"{first} {'-' if number < 0 else '+'} {abs(number)}" if number else first
 
@@ -336,7 +397,7 @@ class _Slice(Loop):
         return frozenset({"mask", "resets", "d_output", "saved", "gates", *self.sequences})
 
     def after_exchange(self) -> None:
-        """Prints the next step's loads once the others' results have arrived: earlier they would
+        """Prints the next step's loads once all results of others have arrived: earlier they would
         delay these and take their registers.
         """
         if NEXT not in self.said:
@@ -347,7 +408,7 @@ class _Slice(Loop):
         self, roots: list[Expr], arriving: Callable[[Expr], bool] = lambda _: False
     ) -> None:
         """Computes everything that does not depend on values yet to come from other programs, row
-        reductions among them.
+        reductions and inner matmuls among them.
         """
         numbers = self.rounds.numbers
         roots = [*roots, *(number.args[0] for number in numbers)]
@@ -357,6 +418,7 @@ class _Slice(Loop):
             reduces = is_reduction(node) and not self.is_leaf(node)
             if (
                 reduces
+                or self._comes_later(node)
                 or arriving(node)
                 or (not self.is_leaf(node) and not late.isdisjoint(node.args))
             ):
@@ -369,19 +431,28 @@ class _Slice(Loop):
         for number in self.rounds.rounds[0] if numbers else ():
             if number.args[0] in self.names:
                 self._store_part(number)
-
-    def before_wait(self) -> None:
-        """Computes what does not depend on other programs, while they finish the previous step."""
-        roots = [*self.cell.next, *self.kept]
-        self._before(roots, lambda node: node.op in ("linear", "preact"))
-        for node in topological(roots):
+        for node in () if self.variant.backward else order:
             if node.op == "preact":
                 self.before(node)
-        self._place_h()
+
+    def _comes_later(self, node: Expr) -> bool:
+        """Whether a node is an inner matmul of a round that is not over."""
+        products = ("linear_t",) if self.variant.backward else ("linear", "preact")
+        return node.op in products and self.rounds.matmuls.get(node.attrs[0], -1) >= self.arrived
+
+    def before_wait(self) -> None:
+        """Computes what does not depend on other programs, while they finish the previous step. If
+        nothing will come from them, the vectors that they wait for have precedence.
+        """
+        if self.owed:
+            roots = [*self.cell.next, *self.kept]
+            self._before(roots, lambda node: node.op in ("linear", "preact"))
+            self._place_h()
 
     def wait(self) -> None:
-        """Waits until all programs of the group have done the step before."""
-        self._wait(-1, f"{self.argument('done', 'i32')} + t > 0")
+        """Waits until all programs of the group have done the step before, if a matmul needs it."""
+        if self.owed:
+            self._wait(-1, f"{self.argument('done', 'i32')} + t > 0")
 
     def _wait(self, number: int, due: str) -> None:
         """Waits for an exchange, if it is due.
@@ -398,30 +469,34 @@ class _Slice(Loop):
 
     def wait_backward(self, roots: list[Expr]) -> None:
         """Waits likewise; then adds what the step before still owes."""
-        h = self.cell.states[0].name
-        self._before(roots, lambda n: n.op == "linear_t" or (n.op == "grad" and n.attrs[0] == h))
-        for k, l in enumerate(self.linears):
+        if not self.owed:
+            return
+        self._before(roots, lambda n: n.op == "grad" and n.attrs[0] in self.owed)
+        for k, l in itertools.chain(*self.owed.values()):
             self._place_gates(k, l)
         self.wait()
         self.once("is_before", "(rows < batch) & (rows * 0 + t > 0)")
-        self.once("gathered", self._gather())
-        self.say("gathered = tl.where(is_before, gathered, 0.0)")
-        self.hand_over("gathered")
-        if self.variant.resets:
-            # If the step before began with a reset, its gradient goes to what the reset restored.
-            self.once("diverted", self.flags("resets", "t - 1", "is_before"))
-            gathered = {"d_entered": "gathered", "reset": "diverted"}
-            self.say(f"restored_{h} += {self.framed('d_restored', **gathered)}")
-            self.say(f"gathered = {self.framed('d_before', **gathered)}")
-        self.say(f"g_{h} += gathered")
+        for name, matmuls in self.owed.items():
+            gathered = self.once(f"gathered_{name}", self._gather(matmuls))
+            self.say(f"{gathered} = tl.where(is_before, {gathered}, 0.0)")
+            self.hand_over(gathered)
+            if self.variant.resets:
+                # If the step before began with a reset, its gradient goes to what that restored.
+                self.once("diverted", self.flags("resets", "t - 1", "is_before"))
+                leaves = {"d_entered": gathered, "reset": "diverted"}
+                self.say(f"restored_{name} += {self.framed('d_restored', **leaves)}")
+                self.say(f"{gathered} = {self.framed('d_before', **leaves)}")
+            self.say(f"g_{name} += {gathered}")
 
     def hand_over(self, value: str) -> None:
         """Turns a result into NaN after a failed wait, since it is based on an old h."""
         self.say(f'{value} = tl.where(alive > 0, {value}, float("nan"))')
 
     def publish(self) -> None:
-        """Tells the other programs of these rows that the step is done."""
-        self._publish(len(self.rounds.rounds))
+        """Tells the other programs of these rows that the step is done, if they wait for that."""
+        self.after_exchange()  # of a step without products
+        if self.owed:
+            self._publish(len(self.rounds.rounds))
 
     def _publish(self, number: int) -> None:
         """Tells the other programs that its part of an exchange is there."""
@@ -434,30 +509,77 @@ class _Slice(Loop):
         with self.indented():
             self.say(text)
 
-    # -- row reductions --------------------------------------------------------------------------
+    # -- rounds ----------------------------------------------------------------------------------
     @property
     def lanes_of_parts(self) -> int:
         """The length of a row of parts, one for each program."""
         return -(-self.programs // self.width) * self.width
 
     def reduce(self, roots: list[Expr]) -> None:
-        """Computes the row reductions, round by round."""
-        self._settle(roots)
+        """Computes the row reductions and inner matmuls, round by round."""
+        self._settle()
+        if not self.rounds.matmuls:  # otherwise vectors, which others wait for, come first
+            self._before(roots)
         some = [*roots, *(number.args[0] for number in self.rounds.numbers)]
         some += self.rounds.results.values()
         for k, numbers in enumerate(self.rounds.rounds):
-            self._evaluate_once([number.args[0] for number in numbers], some)
+            inner = [l for l in self.linears if self.rounds.matmuls.get(l.name) == k]
+            multiplied = itertools.chain(*map(self._multiplied, inner))
+            self._evaluate_once([*(number.args[0] for number in numbers), *multiplied], some)
             for number in numbers:
                 self._store_part(number)
+            for l in inner:
+                self._store_vector(l)
             self._publish(k)
             self._before(roots)
+            if inner:
+                self._store_known()
             self._wait(k, "t < count")
+            self.arrived = k + 1
             theirs = dict[Expr, list[str]]()
             for number in numbers:
                 self._merge(number, theirs)
-                self._settle(roots)
+                self._settle()
+                self._before(roots)
 
-    def _settle(self, roots: list[Expr]) -> None:
+    def _multiplied(self, l: Linear) -> list[Expr]:
+        """The values whose vectors a pass multiplies by a matmul's weights."""
+        return (
+            [*self.plan.gradients.linear[l.name].values()] if self.variant.backward else [l.operand]
+        )
+
+    def _store_vector(self, l: Linear) -> None:
+        """Stores this program's units of what an inner matmul multiplies."""
+        if not self.variant.backward:
+            (operand,) = self._multiplied(l)
+            at = self.at(self._vectors("rows"), self.columns_of[operand], l.in_size)
+            self.store(at, self.value(operand), l.in_size)
+        elif self.plan.shares_gradient(l):
+            self.store_gates()
+        else:
+            self.store_outputs(l)
+
+    def _store_known(self) -> None:
+        """Stores the results that are there, which would take registers during the product."""
+        self.store_saved([node for node in self.kept if node in self.names])
+        for n, d in enumerate(self.plan.gradients.x.values() if self.variant.backward else ()):
+            if d in self.names:
+                self.store_gradient("d_gates", n * self.plan.hidden_size, self.value(d), "H")
+
+    def store_saved(self, nodes: Iterable[Expr]) -> None:
+        """Stores values for the backward pass unless a round has done so."""
+        for node in nodes:
+            if ("saved", self.saved[node]) not in self.stored:
+                self.stored.add(("saved", self.saved[node]))
+                super().store_saved([node])
+
+    def store_gradient(self, name: str, column: int, value: str, size: str) -> None:
+        """Stores a gradient unless a round has done so."""
+        if (name, column) not in self.stored:
+            self.stored.add((name, column))
+            super().store_gradient(name, column, value, size)
+
+    def _settle(self) -> None:
         """Computes the reductions whose numbers are there, and what depends on them alone: so few
         numbers are alive at once.
         """
@@ -468,7 +590,6 @@ class _Slice(Loop):
             ):
                 self.evaluate([formula])
                 self.names[node] = self.names[formula]
-        self._before(roots)
 
     def _evaluate_once(self, some: list[Expr], all_: list[Expr]) -> None:
         """Computes some of all values, and gives names to those that others will need again."""
@@ -542,7 +663,8 @@ class _Slice(Loop):
 
     def _there(self, rows: str) -> None:
         self.say(f"is_row = {rows}")
-        self.say("in_H = is_row & is_H")
+        for size in self._sizes:
+            self.say(f"in_{size} = is_row & is_{size}")
 
     def live(self, value: str, other: str) -> str:
         return f"tl.where(is_row, {value}, {other})"

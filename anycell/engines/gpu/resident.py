@@ -333,7 +333,7 @@ class Loop(Text):
 
     def _constants(self, roots: Iterable[Expr]) -> None:
         """Loads what no step changes."""
-        constant = ("param", "hyper", "static") if self.shared else ("param", "hyper")
+        constant = ["param", "hyper", *(["static", "recurrent_mask"] if self.shared else [])]
         for node in topological(roots):
             if node.op in constant:
                 self.evaluate([node])

@@ -1,7 +1,8 @@
-"""Row reductions among programs that share a row's units: which numbers they exchange, and when.
+"""Row reductions and inner matmuls among programs that share a row's units: what they exchange.
 
-A reduction that needs the result of another one would wait for a second exchange. Three rules make
-such reductions ones of values that a program already has:
+A matmul that multiplies something other than h needs its vector from all programs, and backward the
+gradients of its outputs. A reduction that needs the result of another one would wait for a second
+exchange. Three rules make such reductions ones of values that a program already has:
 
 - a sum is linear: the sum of ``n * v`` is ``n`` times the sum of ``v`` if ``n`` is one number per
   row, and a value less its own mean sums to 0;
@@ -21,10 +22,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
-from anycell.engines.gpu.text import Text, Variant, kept
+from anycell.engines.gpu.text import Text, Variant, kept, stores_operand
 from anycell.lang.expr import Expr, apply, const, topological
 from anycell.lang.ops import is_reduction
-from anycell.plan import Plan, gradient_roots
+from anycell.plan import MATMULS, Plan, gradient_roots
 
 ALL = (1,)  # the attribute of a reduction over all units
 ONE = const(1.0)
@@ -35,9 +36,18 @@ COMPANION = {"spread": "total", "raised": "largest"}  # the number that another 
 @functools.lru_cache(maxsize=1024)
 def rounds_of(plan: Plan, variant: Variant) -> Rounds:
     """The rounds of a pass."""
-    text, forward = Text(plan, variant, (1, 1), False), [*plan.cell.next, *kept(plan, variant)]
-    roots = gradient_roots(plan.cell, plan.gradients) if variant.backward else forward
-    return Rounds(roots, text.is_leaf, plan.hidden_size)
+    cell, text = plan.cell, Text(plan, variant, (1, 1), False)
+    h = Expr("state", (), (cell.states[0].name,))
+
+    def leaf(node: Expr) -> bool:
+        inner = node.op in MATMULS and not variant.backward and node.args[0] is not h
+        return text.is_leaf(node) and not (inner or node.op == "linear_t")
+
+    roots = [*cell.next, *kept(plan, variant)]
+    if variant.backward:
+        multiplied = [l.operand for l in cell.linears if stores_operand(plan, variant, l)]
+        roots = [*gradient_roots(cell, plan.gradients), *multiplied]
+    return Rounds(roots, leaf, plan.hidden_size)
 
 
 def grouped(roots: Iterable[Expr]) -> bool:
@@ -58,6 +68,7 @@ class Rounds:
             squares of distances from the mean) and "raised" (the sum of e to the distances from the
             largest), whose argument is a value of each unit.
         results: the reductions as expressions of numbers.
+        matmuls: the round in which each inner matmul gets what it multiplies, by its name.
     """
 
     def __init__(self, roots: Iterable[Expr], leaf: Callable[[Expr], bool], units: int) -> None:
@@ -74,7 +85,9 @@ class Rounds:
         needed = self._needed(roots)
         self.results = {node: f for node, f in self.results.items() if node in needed}
         numbers = [node for node in needed if node.op in NUMBERS]
-        count = max(map(self._level, numbers), default=0)
+        inner = [node for node in needed if node.op in MATMULS and not leaf(node)]
+        self.matmuls = {node.attrs[0]: self._level(node) - 1 for node in inner}
+        count = max(map(self._level, [*numbers, *inner]), default=0)
         self.rounds: list[dict[Expr, None]] = [{} for _ in range(count)]
         for node in numbers:
             round_ = self.rounds[self._level(node) - 1]
@@ -86,10 +99,10 @@ class Rounds:
         return {number: k for k, number in enumerate(itertools.chain(*self.rounds))}
 
     def _level(self, node: Expr) -> int:
-        """The rounds that a value needs, or the result of exchanging a number."""
+        """The rounds that a value needs, or the result of exchanging a number or a vector."""
         if node not in self.levels:
             below = max(map(self._level, node.args), default=0)
-            self.levels[node] = below + (node.op in NUMBERS)
+            self.levels[node] = below + (node.op in NUMBERS or node.op in MATMULS)
         return self.levels[node]
 
     def _needed(self, roots: list[Expr]) -> dict[Expr, None]:

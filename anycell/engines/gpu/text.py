@@ -87,6 +87,7 @@ class Printed(NamedTuple):
         cooperative: whether its programs wait for one another, and so must all run at once.
         alone: whether a program takes the better part of a multiprocessor.
         parts: float32 numbers that each group of programs exchanges for row reductions.
+        vectors: numbers of a row that programs exchange for inner matmuls.
         apart: of a twin, the arguments whose distances come last, see ``twins``.
     """
 
@@ -99,6 +100,7 @@ class Printed(NamedTuple):
     cooperative: bool = False
     alone: bool = False
     parts: int = 0
+    vectors: int = 0
     apart: tuple[str, ...] = ()
 
 
@@ -134,7 +136,7 @@ class Text:
 
     begins = True  # whether arrays over time begin before the first step of the call
     shared = alone = False  # see ``Printed``: cooperative, alone
-    parts = 0
+    parts = vectors = 0
     writes_rows = "is_row"  # where it stores numbers of whole rows
 
     def __init__(self, plan: Plan, variant: Variant, tile: tuple[int, int], whole: bool) -> None:
@@ -531,9 +533,9 @@ class Text:
 
         ``sizes``: of what is stored. ``inside``: also for matmuls that a step carries back itself.
         """
-        plan, cell, h = self.plan, self.cell, self.plan.hidden_size
-        for n, d in enumerate(plan.gradients.x.values() if "H" in sizes else ()):
-            self.store_gradient("d_gates", n * h, self.value(d), "H")
+        plan, cell = self.plan, self.cell
+        if "H" in sizes:
+            self.store_gates()
         for l in cell.linears:
             direct = inside or l.name not in plan.carried_back
             if direct and l.out_size in sizes and not plan.shares_gradient(l):
@@ -541,6 +543,11 @@ class Text:
             if stores_operand(plan, self.variant, l) and l.in_size in sizes:
                 where = self.at(self.row(f"operand {l.name}"), 0, l.in_size)
                 self.store(where, self.valid(self.value(l.operand)), l.in_size)
+
+    def store_gates(self) -> None:
+        """The gradients of the gates."""
+        for n, d in enumerate(self.plan.gradients.x.values()):
+            self.store_gradient("d_gates", n * self.plan.hidden_size, self.value(d), "H")
 
     def store_outputs(self, l: Linear) -> None:
         """The gradients of a matmul's outputs."""
@@ -577,7 +584,7 @@ class Text:
         size, tile = self.tiled[0] if self.tiled else "H", (self.rows, self.lanes)
         warps = self.warps or (4 if self.lanes <= 4096 else 8 if self.lanes <= 16384 else 16)
         arguments = tuple(self.arguments.items())
-        how = self.shared, self.alone, self.parts
+        how = self.shared, self.alone, self.parts, self.vectors
         return Printed(name, text, arguments, tile, size, warps, *how)
 
     def _named(self, body: str) -> str:
