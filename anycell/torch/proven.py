@@ -380,7 +380,8 @@ def _compared(
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)
     name = str(dtype).removeprefix("torch.")
-    if recorded is not torch.float64 and dtype is torch.float64:
+    narrow = recorded is not dtype or any(t.dtype is torch.float32 for t in tensors)
+    if dtype is torch.float64 and narrow:
         name = "float32" if rounded else proof.OF_FLOAT32
     return proof.tried(shapes, both, name)
 

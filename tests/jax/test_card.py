@@ -237,6 +237,7 @@ APART = [
     pytest.param(1, Blended, EACH, {"bidirectional": True}, marks=pytest.mark.slow),
     pytest.param(2, cells.LSTM, ALONE, {"bidirectional": True}, marks=pytest.mark.slow),
     pytest.param(1, cells.LayerNormLSTM, ALONE, {"num_layers": 2}, marks=pytest.mark.slow),
+    pytest.param(2, cells.MultiplicativeLSTM, EACH, {}, marks=pytest.mark.slow),
 ]
 
 
