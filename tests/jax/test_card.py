@@ -131,8 +131,8 @@ def test_the_engine_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """If JAX's default device is a card, layers say what runs them, and why not these kernels."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert LAYER.engine == ("gpu", "fused kernel, 1 matmul a step")
-    stages = aj.RNN(cells.GRU(reset_after=False), 4, 900).engine
-    assert stages.name == "reference" and "one step per launch" in stages.reason
+    large = aj.RNN(cells.GRU(reset_after=False), 4, 4000).engine
+    assert large.name == "reference" and "one step per launch" in large.reason
     monkeypatch.setattr(launch, "missing", lambda: "no driver")
     assert LAYER.engine == ("reference", "no driver")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
