@@ -88,7 +88,7 @@ class Readings:
         tensors += leaves
         if not xs or not ordinary(map(type, tensors)):
             return None
-        known = self.replays.get((xs[0].shape, xs[0].dtype, first))
+        known = self.replays.get(_key(xs[0], first))
         if known is None or not same(known.facts, [around, x_tree, state_tree]):
             return None
         results = known.run(tensors)
@@ -104,8 +104,7 @@ class Readings:
         tape = plan.tape(call, tensors := around.tensors())
         if tape is not None and layouts(tensors := [*tensors, *call.xs, *call.state]) is not None:
             replayed = Replayed(plan, tape, around, call, tensors, first)
-            like = _flat(x)[0][0]
-            self.replays.pop(key := (like.shape, like.dtype, first), None)
+            self.replays.pop(key := _key(_flat(x)[0][0], first), None)
             add_recent(self.replays, key, replayed, _MOST)
 
     def plan(
@@ -139,12 +138,18 @@ class Readings:
         return add_recent(self.plans, (around.token, signature), plan, _MOST)
 
 
+def _key(x: Tensor, first: bool) -> tuple[Any, ...]:
+    """The facts by which replayed calls are found; with gradients one may run as it is written."""
+    return x.shape, x.dtype, first, torch.is_grad_enabled()
+
+
 def _short(steps: int, state: Sequence[Tensor], calls: float = math.inf) -> bool:
     """See ``anycell.read.short``; ``calls`` are the functions of torch that a step calls, which are
     not known before it is read.
     """
     numbers = sum([t.numel() for t in state])
-    return state[0].device.type == "cpu" and short("torch", steps, numbers, calls)
+    framework = "torch with gradients" if torch.is_grad_enabled() else "torch"
+    return state[0].device.type == "cpu" and short(framework, steps, numbers, calls)
 
 
 def obstacle() -> str | None:
