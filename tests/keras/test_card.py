@@ -305,7 +305,7 @@ def test_the_engine_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ).get_concrete_function()
     assert engines == ["gpu"]  # XLA compiles no operation of cuDNN
     assert t1.LSTMCell(H).engine.name == "gpu"
-    wide = ak.RNN(cells.GRU(reset_after=False), 900).engine
+    wide = ak.RNN(cells.GRU(reset_after=False), 4000).engine
     assert wide.name == "composite" and "one step per launch" in wide.reason
     assert "float64" in ak.RNN(cells.LSTM, H, dtype="float64").engine.reason
     with ak.step_by_step():
