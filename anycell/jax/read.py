@@ -183,7 +183,8 @@ class Body(read.Body):
         run.series |= known
         for k, values in zip(self.ahead, run.final, strict=True):
             last[k] = values
-        return [*last, *at_all_steps(self.outputs, run.series, run.values, steps)]
+        final = list(map(jnp.asarray, last))  # what is transposed is ``Stored``
+        return [*final, *at_all_steps(self.outputs, run.series, run.values, steps)]
 
 
 class Run:

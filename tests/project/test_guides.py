@@ -174,7 +174,7 @@ def test_files_for_onnx_runtime(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     first, *_ = blocks(DEPLOYING)
-    steps, whole, _ = blocks(DEPLOYING, "py")
+    _, steps, whole, _ = blocks(DEPLOYING, "py")
     check = """
     right = layer(torch.from_numpy(x))[0][-1:].detach().numpy()
     print(abs(y - right).max() < 1e-6, torch.allclose(output, gru(torch.from_numpy(x))[0]))
@@ -192,7 +192,7 @@ def test_files_for_onnx_runtime(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layer", "size"), [("LSTM", 27_000), ("PeepholeLSTM", 29_000)])
+@pytest.mark.parametrize(("layer", "size"), [("LSTM", 27_000), ("PeepholeLSTM", 35_000)])
 def test_a_file_for_tflite(layer: str, size: int, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     *_, convert = blocks(DEPLOYING, "py")

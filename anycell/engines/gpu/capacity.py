@@ -109,8 +109,9 @@ SLICE_NUMBERS = 216
 SURE = 206  # with more numbers most slices spill: tier 2 is not offered if all slices have more
 SUMS = 96  # sums of a thread, over its warp's share of k: with more every release of Triton spills
 LEFT = (0, 32, 64)
-# The most numbers of a tile of a cell that reduces whole rows: with more, kernels spill.
-REDUCED = 512
+# The most numbers of a tile of a cell that reduces whole rows, and forward the most chunks of its
+# products of three bfloat16: with more, kernels spill.
+REDUCED, REDUCED_CHUNKS = 512, 3
 # Before release YOUNG of Triton, sums take twice the shared memory on their way to the gates, and a
 # program spills if a thread has more than OLD_UNITS units of its tile.
 YOUNG, OLD_UNITS = (3, 5), 2
@@ -295,7 +296,7 @@ def _parts(
     registers and with fewer.
 
     Products of three bfloat16 need 16 rows, eight warps or more, one chunk at a time and no weights
-    in registers: otherwise kernels spill.
+    in registers, and forward beside numbers of whole rows few chunks: otherwise kernels spill.
     """
     parted = precision == "bf16x6"
     if not plan.types.mixed and rows > (ROWS[0] if parted else ROWS[1]):
@@ -314,6 +315,8 @@ def _parts(
             continue
         chunk = warps * 4 * LOADED // plan.itemsize
         chunks = max(p.chunks(chunk) for p in _products(plan, units, backward))
+        if parted and chunks > REDUCED_CHUNKS and not backward and _numbers(plan, backward):
+            continue
         fitting = list[Slice]()
         for ahead in range(1, 2 if parted else chunks + 1):
             # Weights in registers need no shared memory: hold as many as there is room for.
