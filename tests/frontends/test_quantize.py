@@ -464,6 +464,7 @@ def test_other_dtypes_have_real_weights(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_it_compiles_into_one_graph() -> None:
+    torch._dynamo.reset()  # after so many layers of other tests it compiles no more
     small_, x = compress.quantize(at.RNN(cells.PeepholeLSTM, 6, 20)), torch.randn(5, 3, 6)
     compiled = torch.compile(small_, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
