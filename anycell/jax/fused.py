@@ -250,7 +250,7 @@ def _linear_by_scan(*flat: Array, layer: Layer, moved: Names) -> Flat:
 # ---- the primitives ------------------------------------------------------------------------------
 def _cut(
     flat: Sequence[Array], made: Flat, layer: Layer, wanted: Names = (), arriving: Names = (),
-    keep: bool = False,
+    keep: bool = False, apart: Flags = (),
 ) -> sharding.Cut:  # fmt: skip
     """Describes how a layer, its step or its backward pass may be cut for several devices."""
     arrays = layer.named(flat[: len(layer.arrays)])

@@ -131,7 +131,6 @@ def test_rows_stay_where_they_are(cell: str, shardy: str) -> None:
     assert seen["moved"] == [[], ["all-reduce"]] and seen["moved by hand"] == ["all-reduce"]
 
 
-@pytest.mark.slow
 def test_transformations_on_devices() -> None:
     """Checkpoints, ``vmap`` and loops; meshes of two axes, and explicit ones."""
     seen = on_two("""
