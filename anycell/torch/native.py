@@ -47,11 +47,13 @@ class Part(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tensor of a call: array ``name`` of its pass from byte ``offset`` on, or a part of one that
-    ``play`` makes in memory, see ``aten.GIVEN``; "" for a further part.
+    """A tensor of a call: array ``name`` of its pass, if it is a view from byte ``offset`` on with
+    these ``strides``; or a part of an array that ``play`` makes in memory, see ``aten.GIVEN``; ""
+    for a further part.
     """
 
     name: str
+    strides: Shape = ()
     offset: int = 0
     into: int = -1
     size: int = 0
@@ -90,7 +92,7 @@ class Form:
         room = -(-recipe.bytes // LINE) * LINE  # what ``play`` makes is behind the pass's own
         rows, bytes = list[aten.Given](), recipe.bytes
         for t, item in items or [(t, Item(n)) for n, t in given.items()]:
-            name, offset, into, size, added = item
+            name, _, offset, into, size, added = item
             if into >= 0:
                 into, bytes = room + into, max(bytes, room + into + t.numel() * t.element_size())
             layout = _number(t.dtype), tuple(t.shape), t.stride()

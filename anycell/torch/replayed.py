@@ -228,15 +228,18 @@ def items_of(
             return None
         if not all(t.is_contiguous() and t.dim() <= AXES for t in parts):
             return None
+        if any(t.dtype is not whole.dtype for t in parts):  # the operator converts nothing
+            return None
         size, into = whole.element_size(), end
         if how == "view":
             offset = whole.storage_offset() - parts[0].storage_offset()
-            items.append((places[0], Item(name, size * int(offset))))
+            items.append((places[0], Item(name, whole.stride(), size * int(offset))))
             continue
         for number, (k, part) in enumerate(zip(places, parts, strict=True)):
             added = number if how == "added" else 0
             count = part.numel() * (1 if added else size)
-            items.append((k, Item("" if number else name, 0, into, count, added)))
+            part_of = "" if number else name
+            items.append((k, Item(part_of, into=into, size=count, added=added)))
             into += 0 if how == "added" else count
         end += -(-whole.numel() * size // LINE) * LINE
     return items

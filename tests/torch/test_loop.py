@@ -5,6 +5,7 @@ One file, because its parts try the same cells in the same way.
 
 import copy
 import io
+import itertools
 import pickle
 import re
 import sys
@@ -288,6 +289,73 @@ def test_weights_are_laid_out_in_float32(kind: str) -> None:
             assert all(map(torch.equal, layer(x, h), first))
     (known,) = layer._readings.replays.values()
     assert known.inside or table() is None
+
+
+class Spelled(nn.Module):
+    """A cell of square matrices, each a parameter or its transpose, as they are or joined rows."""
+
+    def __init__(self, *spelling: str) -> None:
+        super().__init__()
+        self.spelling = spelling
+        self.first, self.second = (
+            nn.ParameterList([param(H, H)] if how != "joined" else [param(2, H), param(H - 2, H)])
+            for how in spelling
+        )
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        matrices = []
+        for how, parts in zip(self.spelling, (self.first, self.second), strict=True):
+            matrix = torch.cat([*parts]) if how == "joined" else parts[0]
+            matrices.append(matrix.t() if how == "turned" else matrix)
+        h = torch.tanh(F.linear(x, matrices[0]) + torch.sigmoid(F.linear(h, matrices[1])))
+        return h, h
+
+
+def test_warm_calls_of_square_weights() -> None:
+    """Cells that differ only in what is transposed have calls of their own, in one process."""
+    x, h = torch.randn(T, B, H, requires_grad=True), torch.randn(B, H)
+    for spelling in itertools.product(("plain", "turned", "joined"), repeat=2):
+        module = Spelled(*spelling)
+        layer, tensors = loop(module), [x, *module.parameters()]
+        right, _ = by_hand(module)(x, h)
+        expected = torch.autograd.grad(right.sin().sum(), tensors)
+        for _ in range(4):
+            output, _ = layer(x, h)
+            check_trees(output, right)
+            check_trees(torch.autograd.grad(output.sin().sum(), tensors), expected)
+            with torch.no_grad():
+                check_trees(layer(x, h)[0], right)
+        for known in layer._readings.replays.values():
+            assert known.inside or table() is None
+
+
+class OfTwoDtypes(nn.Module):
+    """A cell whose bias is made of parameters of float64 and float32."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, size = how, H if how == "added" else H // 2
+        self.w, self.u, self.wide = param(I, H), param(H, H), param(H - size or H)
+        self.narrow = nn.Parameter(torch.randn(size, dtype=torch.float32))
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        pair = self.narrow, self.wide
+        bias = pair[0] + pair[1] if self.how == "added" else torch.cat(pair)
+        h = torch.tanh(x @ self.w + h @ self.u + bias)
+        return h, h
+
+
+@pytest.mark.parametrize("how", ["added", "joined"])
+def test_weights_of_two_dtypes(how: str) -> None:
+    """They are converted before the operator, which would read past the end of the narrow ones."""
+    module = OfTwoDtypes(how)
+    layer, x, h = loop(module), torch.randn(T, B, I), torch.randn(B, H)
+    right, _ = by_hand(module)(x, h)
+    for _ in range(4):
+        with torch.no_grad():
+            check_trees(layer(x, h)[0], right)
+        check_trees(layer(x, h)[0], right)
+    assert layer.engine.name == "cpu", layer.engine.reason
 
 
 def test_what_warm_calls_compare(monkeypatch: pytest.MonkeyPatch) -> None:
