@@ -38,7 +38,7 @@ class Tape:
         self._names, self._space = names, dict[str, Any]()
         self._alias: dict[Variable, Variable] = {}
         self.enter, self.leave = self._print(nodes, entered, left, split)
-        del self._names, self._space, self._alias
+        del self._names, self._space, self._alias, self._late
 
     def _print(
         self, nodes: Sequence[Equation], entered: Tree, left: Tree, split: int
@@ -60,6 +60,7 @@ class Tape:
                 early.update(var for var in nodes[place].results if var in needed)
         late = {self._real(v) for p in used if p >= split for v in nodes[p].operands}
         late |= {self._real(var) for var in results}
+        self._late = late
         kept = [var for var in self._names if var in early and var in late]
         memory, self.memory = self._text(tuple(kept)), bool(kept)
         text = ["def enter(a):", *lines[0], f"return {self._text(entered)}, {memory}"]

@@ -276,7 +276,7 @@ class Replayed:
         if self.known is not None:
             self.inside = self.known.sources is tape.sources
             looked = self.known.order if self.inside else tape.passed
-        self.places = [k for k in range(len(tensors)) if k not in looked]
+        self.places = [k for k in range(len(tensors)) if k in tape.later or k not in looked]
         self.seen = layouts([tensors[k] for k in self.places])
 
     def _pass(self, tensors: list[Tensor], arrays: Arrays) -> Pass | None:

@@ -41,6 +41,7 @@ class Tape(tape.Tape):
 
     Attributes:
         passed: the places of the arrays that are results of ``enter`` as they are.
+        later: the places of those that ``leave`` reads.
         sources: of each result, by name, how it is made of arrays, and their places: a "view" of
             one, or several "joined" along their first axis or "added"; None if there is more.
 
@@ -74,6 +75,7 @@ class Tape(tape.Tape):
         made = super()._print(nodes, entered, left, split)
         results = {self._real(var) for var in leaves(entered, Variable)}
         self.passed = frozenset(k for k, var in enumerate(self._inputs) if var in results)
+        self.later = frozenset(k for k, var in enumerate(self._inputs) if var in self._late)
         if isinstance(entered, dict) and not self.memory:
             self.sources = self._found(nodes[:split], entered)
         return made

@@ -358,6 +358,34 @@ def test_weights_of_two_dtypes(how: str) -> None:
     assert layer.engine.name == "cpu", layer.engine.reason
 
 
+class Gated(nn.Module):
+    """A cell whose output also reads x, after the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.v = nn.GRUCell(I, H), param(H, I)
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = self.cell(x, h)
+        return h * F.linear(x, self.v), h
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_x_in_other_memory_is_read_after_the_loop(grad: bool) -> None:
+    """What is computed after the kernel depends on the layout of x, too."""
+    module = Gated()
+    layer, h = loop(module), torch.randn(B, H)
+    layouts = (
+        torch.randn(T, B, I), torch.randn(B, T, I).transpose(0, 1),
+        torch.randn(T, 2 * B, I)[:, ::2], torch.randn(T, B, 2 * I)[..., ::2],
+    )  # fmt: skip
+    with torch.set_grad_enabled(grad):
+        for x in (*layouts, *reversed(layouts)):
+            for _ in range(3):
+                check_trees(layer(x, h), by_hand(module)(x, h))
+    assert layer.engine.name == "cpu", layer.engine.reason
+
+
 def test_what_warm_calls_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thing that the printed comparison looks at; a number that is equal is no change."""
     module = Parts("added")
