@@ -9,7 +9,16 @@ from typing import Any
 import cards
 import numpy as np
 import pytest
-from problems import Arrays, Problem, from_layer, layer_options, results, to_layer
+from problems import (
+    Arrays,
+    Problem,
+    assert_same,
+    from_layer,
+    layer_options,
+    random_problem,
+    results,
+    to_layer,
+)
 from processes import run
 
 torch = pytest.importorskip("torch")
@@ -20,6 +29,7 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from anycell import Cell  # noqa: E402
 from anycell.engines.gpu import capacity, library  # noqa: E402
 from anycell.engines.gpu.interpreter import HostDriver, Started  # noqa: E402
 from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
@@ -108,6 +118,15 @@ def by_gpu(
 
     solution = results(problem, numbers(output), map(numbers, finals))
     return solution | from_layer(problem, {name: numbers(t) for name, t in d.items()})
+
+
+def assert_launches_count_on(cell: Cell, rng: np.random.Generator) -> None:
+    """Launches and segments of tier 2 count on: the results have the bits of one launch."""
+    problem = random_problem(cell, (3, 3, 18), rng, "float32", nearby=6, resets=True)
+    whole = by_gpu(problem, tier=2)
+    again = by_gpu(problem, tier=2, checkpoint=2)
+    sums = {name for name in whole if name.endswith("_l0")}  # over time, in another order
+    assert_same(again, whole, *(whole.keys() - sums))
 
 
 # A host whose arrays are plain addresses.
