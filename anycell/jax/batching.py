@@ -16,7 +16,7 @@ from anycell.layer.signature import FLAGS, OF_STATES
 
 Array = Any
 Arrays = Mapping[str, Array]
-MOST = 65_535  # elements of a launch, the programs along its third axis
+MOST = 32_767  # elements of a launch, whose third axis has one or two programs for each
 
 
 def row_axis(name: str, array: Array) -> int | None:
@@ -71,6 +71,17 @@ def element(arrays: Arrays, batched: Mapping[str, bool]) -> dict[str, jax.ShapeD
         name: jax.ShapeDtypeStruct(array.shape[batched[name] :], array.dtype)
         for name, array in arrays.items()
     }
+
+
+def of_both(array: Array, outer: bool, inner: bool, sizes: tuple[int, int]) -> Array:
+    """An array of the elements of two nested axes, which has one of them or both, with an axis of
+    all elements.
+    """
+    if not (outer or inner):
+        return array
+    shape = array.shape[outer + inner :]
+    apart = array.reshape(sizes[0] if outer else 1, sizes[1] if inner else 1, *shape)
+    return jnp.broadcast_to(apart, (*sizes, *shape)).reshape(-1, *shape)
 
 
 def one_by_one(run: Callable[..., Any], flat: Sequence[Array], batched: Sequence[bool]) -> Any:

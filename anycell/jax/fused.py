@@ -13,9 +13,11 @@ what other platforms run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial, wraps
 from inspect import signature
+from operator import or_
 from typing import Any
 
 import jax
@@ -403,13 +405,19 @@ def rule_of_vmap(primitive: Primitive, together: bool = False) -> Callable[..., 
         flat = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in pairs]
         inner, count = static.pop("apart", ()), len(layer.arrays)  # elements of another axis
         bind = partial(primitive.bind, layer=layer, **static)
+        if inner:
+            nested = list(zip(flat, batched, inner, strict=True))
+            sizes = size, next(a.shape[outer] for a, outer, apart in nested if apart)
+            if not 0 < math.prod(sizes) <= batching.MOST:
+                made = batching.one_by_one(partial(bind, apart=inner), flat, batched)
+                return made, [0] * len(made)
+            every = [batching.of_both(*one, sizes) for one in nested]
+            made = bind(*every, apart=tuple(map(or_, batched, inner)))
+            return [a.reshape(*sizes, *a.shape[1:]) for a in made], [0] * len(made)
         mapped = dict(zip(layer.arrays, batched, strict=False))
         arrays = layer.named(flat[:count])
         wanted = static.get("wanted", ())  # by ``backward``
         one = batching.element(arrays, mapped)
-        if inner:
-            made = batching.one_by_one(partial(bind, apart=inner), flat, batched)
-            return made, [0] * len(made)
         if not batching.foldable(one, mapped, wanted):
             if together and layer.plan.engine == "gpu" and 0 < size <= batching.MOST:
                 made = bind(*flat, apart=tuple(batched))

@@ -73,19 +73,22 @@ def _distance(one: Argument, other: Argument) -> Argument:
 
 
 def of_calls(one: Launched, count: int, spacing: Sequence[int], device: int) -> list[Launched]:
-    """A launch for several calls at once, or one for each, where the kernel has a twin already or
-    the device refuses it.
+    """A launch for several calls at once, or one for each, where the device refuses it or calls
+    differ in more than addresses, as if one direction's weights were those of all calls.
 
     Args:
         spacing: by slot, the bytes from a call's array to that of the next call; 0 where all calls
             share it.
     """
     apart = [_bytes(argument, spacing) for argument in one.arguments]
-    if not one.printed.apart:
-        printed = print_twins(one.printed, calls=True)
+    kinds = [kind for _, kind in one.printed.arguments]
+    if not any(n for n, kind in zip(apart, kinds, strict=False) if kind[0] != "*"):
+        *tiles, inside = (*one.grid, 1)[:3]
+        printed = print_twins(one.printed, calls=True, inside=inside)
         distances = dict(zip([name for name, _ in printed.arguments], apart, strict=False))
         added = [Argument(NUMBER, n, n) for n in map(distances.__getitem__, printed.apart)]
-        both = Launched(printed, (*one.grid, count), (*one.arguments, *added), one.owner)
+        grid = *tiles, inside * count
+        both = Launched(printed, grid, (*one.arguments, *added), one.owner)
         try:
             both.loaded(device)
         except Refused:

@@ -201,6 +201,14 @@ def test_what_differs_between_twins() -> None:
     assert twin.source.startswith(kernel.source.partition("\n\nimport")[0])
     addresses = {name for name, kind in kernel.arguments if kind[0] == "*"}
     assert {*print_twins(kernel, calls=True).apart} == addresses - {"trouble"}
+    both = print_twins(twin, calls=True, inside=2)
+    assert {*both.apart} == addresses - {"trouble"}
+    for line in (
+        "weight0 = of_pass(weight0, weight0__call, tl.program_id(2) // 2)",
+        "weight0 = of_pass(weight0, weight0__apart, tl.program_id(2) % 2)",
+        "hidden__t += tl.program_id(2) % 2 * hidden__t__apart",
+    ):
+        assert f"    {line}\n" in both.source
 
 
 @without_a_card
@@ -243,3 +251,19 @@ def test_what_is_known_of_addresses_of_calls(monkeypatch: pytest.MonkeyPatch) ->
     assert [call["y"].known % 16 for call in found] == [0, 8, 0]
     assert all(call["x"].known % 16 == 0 and call["m"].known % 16 for call in found)
     assert all(call["count"] == Argument(NUMBER, 5, 5) for call in found)
+
+
+def test_calls_whose_directions_differ_from_one_another() -> None:
+    """They are launches of their own, where the distance from direction to direction is another in
+    each call.
+    """
+    kernel = print_twins(print_move("fp32", None))
+    own = tuple(
+        Argument(0, 0, 0) if n == "y" else Argument(NUMBER, 5, 5) for n, _ in kernel.arguments[:-1]
+    )
+    both = Launch(kernel, (1, 1, 2), (*own, Argument(1, 0, 16, 0)))
+    (together,) = of_calls(both, 3, [8, 8], 0)
+    assert together.grid == (1, 1, 6) and together.arguments[-1] == Argument(NUMBER, 8, 8)
+    each = of_calls(both, 3, [0, 8], 0)
+    assert [one.grid for one in each] == [(1, 1, 2)] * 3
+    assert [one.arguments[-1].offset for one in each] == [0, 8, 16]

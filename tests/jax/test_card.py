@@ -234,7 +234,7 @@ APART = [
     (1, cells.LSTM, ALONE | {"params": None, "resets": 0}, {}),  # gradients per element
     pytest.param(1, Blended, EACH, {}, marks=pytest.mark.slow),
     pytest.param(2, Blended, ALONE | {"static": 0}, {}, marks=pytest.mark.slow),
-    pytest.param(1, Blended, EACH, {"bidirectional": True}, marks=pytest.mark.slow),
+    (1, Blended, EACH, {"bidirectional": True}),
     pytest.param(2, cells.LSTM, ALONE, {"bidirectional": True}, marks=pytest.mark.slow),
     pytest.param(1, cells.LayerNormLSTM, ALONE, {"num_layers": 2}, marks=pytest.mark.slow),
     pytest.param(2, cells.MultiplicativeLSTM, EACH, {}, marks=pytest.mark.slow),
@@ -247,9 +247,7 @@ def test_elements_with_weights_of_their_own(
     tier: int, cell: Any, axes: Any, has: Any, outside: str, launched: Launched,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """They have the bits of calls one after the other, in as many launches as one call if there is
-    one direction.
-    """
+    """They have the bits of calls one after the other, in as many launches as one call."""
     monkeypatch.setattr(device.JaxDevice, "tier", tier)
     layer, rng = aj.RNN(cell, 4, 9, **has), np.random.default_rng(0)
     keys = jax.random.split(jax.random.key(0), MEMBERS)
@@ -299,13 +297,11 @@ def test_elements_with_weights_of_their_own(
     launched.clear()
     right = jax.block_until_ready(run(in_turns))
     jax.tree.map(near, found, right)
-    if not has.get("bidirectional"):
-        assert together * MEMBERS == len(launched)
-        assert {one.grid[2] for one in launched} == {1}
+    assert together * MEMBERS == len(launched)
 
 
 def test_elements_of_two_axes(launched: Launched) -> None:
-    """Those of the inner axis run in the same launches."""
+    """All run in the same launches."""
     keys = jax.random.split(jax.random.key(0), 6).reshape(2, 3)
     params = jax.vmap(jax.vmap(LAYER.init))(keys)
 
@@ -317,7 +313,7 @@ def test_elements_of_two_axes(launched: Launched) -> None:
 
     near_all = partial(jax.tree.map, near)
     near_all(run(), run(engine="reference"))
-    assert {one.grid[2] for one in launched} == {3}
+    assert {one.grid[2] for one in launched} == {6}
     tangents = jax.tree.map(jnp.ones_like, params)
     moved = [
         jax.jvp(jax.vmap(jax.vmap(partial(total, engine=engine))), (params,), (tangents,))
@@ -326,6 +322,46 @@ def test_elements_of_two_axes(launched: Launched) -> None:
     near_all(*moved)
     none = jax.tree.map(lambda a: a[0, :0], params)
     assert jax.vmap(total)(none).shape == (0,)
+
+
+BOTH = aj.RNN(cells.GRU, 4, 9, bidirectional=True)
+
+
+@pytest.mark.parametrize("outside", ["grad", pytest.param("vmap", marks=pytest.mark.slow)])
+def test_two_axes_that_share_no_array(outside: str, launched: Launched) -> None:
+    """Weights have one axis, inputs and resets the other: of a layer of two directions."""
+    params = jax.vmap(BOTH.init)(jax.random.split(jax.random.key(0), 2))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, *X.shape)), jnp.float32)
+    resets = jnp.asarray(rng.random((3, *X.shape[:2])) < 0.4)
+
+    def run(engine: str) -> Any:
+        def total(params: Any, x: Any, resets: Any) -> Any:
+            return (BOTH(params, x, resets=resets, engine=engine)[0] ** 2).sum()
+
+        def every(f: Any) -> Any:
+            return jax.vmap(jax.vmap(f, (0, None, None)), (None, 0, 0))
+
+        if outside == "vmap":
+            return jax.jit(every(jax.grad(total, (0, 1))))(params, x, resets)
+        return jax.jit(jax.grad(lambda *a: every(total)(*a).sum(), (0, 1)))(params, x, resets)
+
+    jax.tree.map(near, run("gpu"), run("reference"))
+    assert {one.grid[2] for one in launched} <= {6, 12}
+
+
+def test_elements_that_differ_in_the_weights_of_one_direction(launched: Launched) -> None:
+    """What differs from direction to direction then differs from element to element, too: so each
+    has launches of its own.
+    """
+    params = BOTH.init(jax.random.key(0))
+    several = params["weight_hh_l0"] * jnp.arange(1.0, 4)[:, None, None]
+
+    def output(weight: Any, engine: str) -> Any:
+        return BOTH(params | {"weight_hh_l0": weight}, X, engine=engine)[0]
+
+    near(*(jax.vmap(partial(output, engine=e))(several) for e in ("gpu", "reference")))
+    assert {one.grid[2] for one in launched} >= {2, 6}
 
 
 def test_elements_that_do_not_fit_in_a_launch(

@@ -396,10 +396,10 @@ def address(table, place: tl.constexpr, odd, kind: tl.constexpr):
 
 
 @triton.jit
-def of_pass(pointer, distance):
-    """The address for the pass of a twin that this program belongs to, see ``twins``."""
+def of_pass(pointer, distance, number):
+    """The address for a pass of a twin, see ``twins``."""
     first = pointer.to(tl.pointer_type(tl.int8))
-    return (first + tl.program_id(2) * distance).to(pointer.dtype)
+    return (first + number * distance).to(pointer.dtype)
 
 
 # ---- programs that wait for one another ----------------------------------------------------------
