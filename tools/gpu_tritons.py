@@ -20,9 +20,11 @@ from anycell.engines.gpu import build
 
 INSTALLED = ROOT / ".venv-tritons"
 # The tests in the interpreter: results of all tiers, programs that wait for one another, random
-# masks. Until 3.6, the interpreter converts arrays of one element in a way that NumPy 2 deprecates.
+# masks, inner matmuls. Until 3.6, the interpreter converts arrays of one element in a way that
+# NumPy 2 deprecates.
 WARNING = "ignore:Conversion of an array with ndim:DeprecationWarning"
-TESTS = "test_plainly or test_programs_wait or test_engines_draw"
+FILES = "tests/engines/test_gpu.py", "tests/engines/test_gpu_inner.py"
+TESTS = "test_plainly or test_programs_wait or test_engines_draw or test_masks_on_the"
 
 
 def main() -> int:
@@ -44,7 +46,7 @@ def main() -> int:
             "--cells", *args.cells, "--capabilities", *args.capabilities,
         ]  # fmt: skip
         tests = ["-m", "pytest", "-q", "-n", "0", "-W", WARNING]
-        tests += ["tests/engines/test_gpu.py", "-k", TESTS]
+        tests += [*FILES, "-k", TESTS]
         for what, command in (("kernels", kernels), ("tests", tests)):
             print(f"== Triton {version}: {what}", flush=True)
             environment = under(version, interpreted=what == "tests")

@@ -11,14 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from gpu import (  # before anything else that may import Triton
     ADDRESSES,
     CARD,
     COMPILES,
+    by_gpu,
     choose_gpu,
     reports,
 )
+from problems import assert_right, random_problem
 from processes import ROOT, load, python
 
 import anycell
@@ -190,6 +193,23 @@ def test_who_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
         assert build.interpreted() is (value == "1")
     monkeypatch.delenv("TRITON_INTERPRET")
     assert not build.interpreted()
+
+
+@pytest.mark.skipif(CARD, reason="a card interprets nothing")
+def test_types_of_arguments_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.3 makes them of a name alone."""
+    import triton.language as tl
+
+    newer, rng = tl.str_to_ty, np.random.default_rng(0)
+    small = random_problem(cells.RNN, (2, 2, 3), rng, "float32")
+
+    def older(name: str) -> Any:
+        with monkeypatch.context() as inside:  # it calls itself
+            inside.setattr(tl, "str_to_ty", newer)
+            return newer(name, None)
+
+    monkeypatch.setattr(tl, "str_to_ty", older)
+    assert_right(by_gpu(small, tier=1), small)
 
 
 # -- whether Triton is usable ----------------------------------------------------------------------

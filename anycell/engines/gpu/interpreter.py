@@ -106,8 +106,9 @@ class Interpreter(HostDriver):
         from anycell.engines.gpu.library import call
 
         values: list[Any] = []
+        none = [None] * (tl.str_to_ty.__code__.co_argcount - 1)  # Triton 3.3 takes the name alone
         for n, (_, kind) in enumerate(printed.arguments):
-            of = tl.str_to_ty(kind, None)
+            of = tl.str_to_ty(kind, *none)
             cell = bytes(ctypes.c_uint64.from_address(parameters[n]))
             number = np.frombuffer(cell, _TYPES.get(kind, np.uint64), 1).copy()
             values.append(tl.tensor(TensorHandle(number, of), of))
