@@ -34,7 +34,6 @@ from anycell.plan import Options, Plan
 Array = Any
 CHUNK_BYTES = 64 << 20  # of projected gates for one direction
 
-
 Kernels = Step | Printed
 # The draft, whose views fit kernels: x is ``[T, B, I]`` or ``[T, B, G*H]``, the mask uint8
 # ``[T, B]``, and resets uint8 ``[D, T, B]``, see ``restarts``.
@@ -282,7 +281,6 @@ class _Memory(NamedTuple):
 
 class _DirectionPass:
     """One direction in one pass: its kernels, and their arguments for all chunks of time.
-
 
     Args:
         d: the direction.
@@ -609,7 +607,7 @@ class _DeviceGradients(WeightGradients):
         return (self.empty if overwritten else self.zeros)(shape)
 
     def multiply(self, d: Array, operand: Array, weight: Array, first: bool) -> None:
-        (self.draft.matmul if first else self.draft.matmul_add)(d.T, operand, weight)
+        (self.draft.matmul if first else self.draft.matmul_add)(d.mT, operand, weight)
 
     def add_blocks(self, d: Array, operand: Array, weight: Array, heads: int, first: int) -> None:
         draft, out = self.draft, d.shape[1] // heads

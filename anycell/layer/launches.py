@@ -62,11 +62,6 @@ class Slot(NamedTuple):
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.bytes
 
-    @property
-    def whole(self) -> tuple[Shape, Shape, int]:
-        """Shape, strides and offset of the view of all of it."""
-        return self.shape, self.strides, 0
-
 
 class OfCall(NamedTuple):
     """A number of a call, plus ``add``."""
@@ -165,8 +160,6 @@ class View:
         *shape, rows, columns = self.shape
         *strides, row, column = self.strides
         return self._part((*shape, columns, rows), (*strides, column, row))
-
-    T = mT
 
     def sum(self, axis: int) -> View:
         """The sum of the rows of a matrix."""
@@ -593,14 +586,14 @@ class DeviceRecipe:
 
     def _placed(self, view: View) -> Placed:
         """The place of a view in a call."""
-        entry, before = self.places[view.slot]
+        (entry, before), slot = self.places[view.slot], self.slots[view.slot]
         offset, name = before // view.dtype.bytes + view.offset, view.dtype.name
         block = len(self.names) + len(self.templates) + len(self.constants)
         if entry == block:
             if name not in self.dtypes:
                 self.dtypes.append(name)
             entry += 1 + self.dtypes.index(name)
-        elif (view.shape, view.strides, view.offset) == self.slots[view.slot].whole:
+        elif (view.shape, view.strides, view.offset) == (slot.shape, slot.strides, 0):
             return Placed(entry, None)
         return Placed(entry, (view.shape, view.strides, offset))
 

@@ -23,7 +23,7 @@ from anycell.engines.gpu.step import (
     staged,
 )
 from anycell.engines.gpu.text import NUMBERS
-from anycell.engines.gpu.work import Work
+from anycell.engines.gpu.work import Work, grid
 from anycell.lang.cell import Linear
 
 Array = Any
@@ -101,7 +101,10 @@ class Steps:
             multiply[k] = functools.partial(host.matmul, left, right, result)
             if not variant.backward and not staged(plan, variant, l):
                 self.begins.append((l, left))
-        launch_of = {kernel: work.launch(kernel, values) for kernel in kernels.all}
+        launch_of = {
+            kernel: Launch(kernel, values, grid(kernel, plan, work.batch), host)
+            for kernel in kernels.all
+        }
         self.step: list[Callable[[int], None]] = []
         for stage in kernels.stages:
             self.step += [_at_any_step(multiply.pop(k)) for k in stage.matmuls]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anycell.engines.gpu.arrays import Array, DeviceArrays
-from anycell.engines.gpu.launch import Launch
 from anycell.engines.gpu.text import Printed, Variant, symbol
 from anycell.plan import Plan
 
@@ -68,10 +67,6 @@ class Work(NamedTuple):
         for name, span in self.spans.items():
             arguments |= span.values(name, self.host)
         return {symbol(name): value for name, value in arguments.items()}
-
-    def launch(self, printed: Printed, values: Mapping[str, Any]) -> Launch:
-        """A kernel, ready to start."""
-        return Launch(printed, values, grid(printed, self.plan, self.batch), self.host)
 
 
 def grid(printed: Printed, plan: Plan, batch: int) -> tuple[int, int]:
