@@ -21,11 +21,16 @@ from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
     compiled,
+    elements,
     exporting,
     observed,
     transformed,
     watched,
 )
+
+# The most elements of a vmap for each step that run one after the other, fused: of more than that,
+# of layers of any size, a training step takes no less time together, step by step.
+ELEMENTS_A_STEP = 16
 
 
 def run_layer(layer: Layer, arrays: Arrays) -> Result:
@@ -94,16 +99,25 @@ def _check_distributed(layer: Layer, arrays: Arrays) -> None:
 
 
 def _as_operator(arrays: Arrays) -> bool:
-    """Whether those who observe a call can see it as one operator. Not ONNX, jit, torch.func and
-    forward mode, which have no rule for it, and users' types of tensors, which may have none.
+    """Whether those who observe a call can see it as one operator. Not ONNX, jit, forward mode and
+    torch.func but for vmap, which have no rule for it, and users' types of tensors, which may have
+    none.
     """
-    if transformed() or (exporting() and torch.onnx.is_in_onnx_export()):
+    if transformed():
+        return not compiled() and _in_turns(arrays)
+    if exporting() and torch.onnx.is_in_onnx_export():
         return False
     if compiled():
         return True
     if not (watched() or type(arrays["x"]) in TRACERS):
         return False
     return {*map(type, arrays.values())}.issubset((*ORDINARY, *TRACERS))
+
+
+def _in_turns(arrays: Arrays) -> bool:
+    """Whether elements of a vmap, each with weights of its own, are to run one after the other."""
+    count = elements(t for name, t in arrays.items() if name.startswith("weight_"))
+    return ops.IN_TURNS and 0 < count <= ELEMENTS_A_STEP * arrays["x"].shape[0]
 
 
 def fused_plan(cell: Cell, sizes: Sizes, weight: Tensor) -> Plan | str:

@@ -6,6 +6,7 @@ operations. The rule fails safe: any mode on torch's stacks, known or not, must 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -75,6 +76,19 @@ def left_alone(function: Any) -> None:
 def transformed() -> bool:
     """Whether tensors carry more than memory: torch.func's transforms, or forward-mode tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def elements(tensors: Iterable[Tensor]) -> int:
+    """How many elements the ``torch.func.vmap``s around a call have if some of these tensors differ
+    from element to element; 0 if not, or if torch does more than that, or somebody looks on.
+    """
+    kinds: Any = torch._C._functorch
+    stack = kinds.get_interpreter_stack() or ()
+    alone = {one.key() for one in stack} == {kinds.TransformType.Vmap}
+    if not alone or forward_ad._current_level >= 0 or traced() or watched():
+        return 0
+    mapped = any(map(kinds.is_batchedtensor, tensors))
+    return mapped * math.prod(kinds.CVmapInterpreterPtr(one).batchSize() for one in stack)
 
 
 def watched() -> bool:

@@ -539,6 +539,20 @@ def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> li
     return results
 
 
+def _forward_in_turns(
+    info: Any, dims: tuple[Any, ...], tensors: Sequence[Tensor], text: str, hyper: Sequence[float]
+) -> tuple[list[Tensor], list[int]]:
+    """The elements of a vmap, one after the other: parts of an array whose gradients are joined."""
+    parts = [
+        [t] * info.batch_size if axis is None else t.movedim(axis, 0).unbind()
+        for t, axis in zip(tensors, dims[0], strict=True)
+    ]
+    forward = torch.ops.anycell.forward
+    results = [forward(list(one), text, hyper) for one in zip(*parts, strict=True)]
+    made = [torch.stack(same) for same in zip(*results, strict=True)]
+    return made, [0] * len(made)
+
+
 # -- how FlopCounterMode counts them ---------------------------------------------------------------
 
 
@@ -622,6 +636,9 @@ for _key in ("CPU", "CUDA"):
     _library.impl("run", _run, _key)
     _library.impl("backward", _backward, _key)
 _library.impl("forward", _forward, "Autograd")
+IN_TURNS = hasattr(torch.library, "register_vmap")  # since PyTorch 2.5
+if IN_TURNS:
+    torch.library.register_vmap("anycell::forward", _forward_in_turns, lib=_library)
 _fake = functools.partial(torch.library.register_fake, lib=_library)
 _fake("anycell::forward", functools.partial(_run_fake, keep=False))
 _fake("anycell::run", _run_fake)

@@ -193,6 +193,56 @@ def test_function_transforms() -> None:
     assert_same([tangent], [rows])
 
 
+@of_torchscript
+@pytest.mark.parametrize("nested", [False, True])
+def test_elements_of_a_vmap_with_weights_of_their_own(
+    nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run fused, one after the other, with the bits of calls by themselves; gradients too.
+    More of them than pays run step by step, and so does all else that torch.func does.
+    """
+    layer, count = at.RNN(cells.PeepholeLSTM, ENTERING, SIZE, bidirectional=True, **DOUBLE), 3
+    x = torch.randn(count, STEPS, ROWS, ENTERING, **DOUBLE)
+    lengths = torch.tensor([[6, 2, 0], [1, 6, 3], [4, 4, 4]])
+    weights = {
+        name: torch.randn(count, *p.shape, **DOUBLE, requires_grad=True)
+        for name, p in layer.named_parameters()
+    }
+    stepped, composite = list[Any](), functional.composite
+    monkeypatch.setattr(
+        functional, "composite", lambda *given: stepped.append(given) or composite(*given)
+    )
+
+    def loss(weights: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        output, states = torch.func.functional_call(layer, weights, (x,), {"lengths": lengths})
+        return output.square().sum() + states[1].sum()
+
+    of_one = torch.func.vmap(loss, (None, 0, 0)) if nested else loss
+    calls = count**2 if nested else count
+    every = torch.func.vmap(of_one, (0, None, None) if nested else 0)
+    losses = every(weights, x, lengths)
+    assert not stepped
+
+    def gradients(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(losses.sum(), list(weights.values()))
+
+    found = losses, *gradients(losses)
+    alone = [
+        loss({name: w[n] for name, w in weights.items()}, x[m], lengths[m])
+        for n in range(count)
+        for m in (range(count) if nested else [n])
+    ]
+    right = torch.stack(alone).reshape(losses.shape)
+    assert torch.equal(losses, right)
+    assert_same([*found], [right, *gradients(right)])
+    monkeypatch.setattr(functional, "ELEMENTS_A_STEP", (calls - 1) / STEPS)
+    assert_same([losses], [every(weights, x, lengths)], "forward")
+    assert len(stepped) == 1
+    monkeypatch.undo()
+    of_func = torch.func.grad(lambda w: every(w, x, lengths).sum())(weights)
+    assert_same([*found[1:]], [*of_func.values()])
+
+
 # -- packed input ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("order", [[6, 4, 2], [2, 6, 4], [6, 6, 6]])
 @pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
