@@ -79,7 +79,7 @@ def transformed() -> bool:
 
 
 def elements(tensors: Iterable[Tensor]) -> int:
-    """How many elements the ``torch.func.vmap``s around a call have if some of these tensors differ
+    """Counts the elements of the ``torch.func.vmap``s around a call if some of these tensors differ
     from element to element; 0 if not, or if torch does more than that, or somebody looks on.
     """
     kinds: Any = torch._C._functorch
