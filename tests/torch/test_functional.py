@@ -16,7 +16,7 @@ import anycell.torch as at
 from anycell import cell, cells, linear, tanh
 from anycell.layer import shapes
 from anycell.plan import plan
-from anycell.torch import functional, fused
+from anycell.torch import functional, fused, ops
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
 
@@ -193,6 +193,7 @@ def test_function_transforms() -> None:
     assert_same([tangent], [rows])
 
 
+@pytest.mark.skipif(not ops.IN_TURNS, reason="PyTorch is too old")
 @of_torchscript
 @pytest.mark.parametrize("nested", [False, True])
 def test_elements_of_a_vmap_with_weights_of_their_own(

@@ -346,6 +346,27 @@ def test_the_states_after_every_step(cell: Any, held: tuple[str, ...], ran: list
 operators = pytest.mark.skipif(CARD and not ops.ON_CARDS, reason="PyTorch is too old")
 
 
+@pytest.mark.skipif(not ops.IN_TURNS, reason="PyTorch is too old")
+@operators
+def test_elements_with_weights_of_their_own(ran: list[str]) -> None:
+    """Under ``vmap`` each runs by kernels, with the bits of a call by itself."""
+    layers = [anycell.torch.RNN(cells.PeepholeLSTM, 2, 3, device=DEVICE) for _ in range(2)]
+    weights, _ = torch.func.stack_module_state(layers)
+    x = torch.randn(2, 2, 2, device=DEVICE)
+
+    def output(weights: Any) -> Any:
+        return torch.func.functional_call(layers[0], weights, (x,))[0]
+
+    found, right = torch.func.vmap(output)(weights), torch.stack([one(x)[0] for one in layers])
+    assert torch.equal(found, right) and ran == ["forward"] * 4
+    gradients = torch.autograd.grad(found.square().sum(), list(weights.values()))
+    right.square().sum().backward()
+    for name, gradient in zip(weights, gradients, strict=True):
+        every = [dict(one.named_parameters())[name].grad for one in layers]
+        assert torch.equal(gradient, torch.stack(every)), name
+    assert ran[4:] == ["backward"] * 4
+
+
 @operators
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 @pytest.mark.parametrize("checkpoint", [None, 2])
