@@ -132,9 +132,8 @@ class Fused(torch.autograd.Function):
             gradients = enter(layer.cell, "backward", run, layer, given, wanted, arriving, lay)
         else:
             kept = Kept.of(saved[len(needs) :], ctx.states, len(layer.options.reverse))
-            arrays = layered(names.enter(tensors)) if of_step else given
-            asked = names.wanted(needs) if of_step else wanted
-            call = layer, arrays, kept, arriving[:ends], asked, inside
+            asked, step = (names.wanted(needs), names) if of_step else (wanted, None)
+            call = layer, given, kept, arriving[:ends], asked, inside, step
             gradients = enter(layer.cell, "backward", run_backward, *call)
             if of_step:
                 gradients = dict(enumerate(names.back(gradients)))
@@ -166,13 +165,16 @@ def run_forward(layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, State
 
 def run_backward(
     layer: Layer,
-    arrays: Arrays,
+    arrays: Mapping[Any, Tensor],
     kept: Kept,
     arriving: Sequence[Tensor | None],
     wanted: set[str],
     inside: Mapping[str, Tensor] | None = None,
+    step: Any = None,
 ) -> dict[str, Tensor]:
-    """Returns the gradients of a layer's tensors by name; ``inside`` are of ``layer.sequences``."""
+    """Returns the gradients of a layer's arrays by name; ``inside`` are of ``layer.sequences``. If
+    there is a ``step``, see ``replayed.Pass``, it makes the arrays of these tensors.
+    """
     # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
     arriving = [None if d is None else d.resolve_neg() for d in arriving]
     inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
@@ -186,15 +188,19 @@ def run_backward(
     if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
         d_output = fitted  # often one expanded number, which is copied each time
     ends = [d_output, *d_final]
-    form = None if inside else passes.backward_form(layer, arrays, ends, wanted)
+    items = None if step is None else step.given(arrays)
+    read = arrays if items is None else dict(enumerate([tensor for tensor, _ in items]))
+    form = None if inside else passes.backward_form(layer, read, ends, wanted, step and step.items)
     if form is not None:
-        known = passes.backward_again(form, layer, arrays, kept, ends)
+        known = passes.backward_again(form, layer, read, kept, ends)
         if known is not None:
             return known
+    if step is not None:
+        arrays = layered(step.enter([*arrays.values()]))
     given = layer.plan, arrays, layer.options, kept, d_output, d_final
     gradients = backward(host, *given, d_states=inside, wanted=wanted)
     if form is not None:
-        passes.learn_backward(form, layer, arrays, kept, ends, wanted)
+        passes.learn_backward(form, layer, arrays, kept, ends, wanted, items)
     return gradients
 
 

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tensor of a call: array ``name`` of its pass, if it is a view from byte ``offset`` on with
+    """A tensor of a call, from byte ``offset`` on: array ``name`` of its pass, if it is a view with
     these ``strides``; or a part of an array that ``play`` makes in memory, see ``aten.GIVEN``; ""
     for a further part.
     """
@@ -90,11 +90,13 @@ class Form:
         records.tried.add(attempt)
         places = {name: place for place, name in enumerate(recipe.names)}
         room = -(-recipe.bytes // LINE) * LINE  # what ``play`` makes is behind the pass's own
-        rows, bytes = list[aten.Given](), recipe.bytes
+        rows, bytes, read = list[aten.Given](), recipe.bytes, True
         for t, item in items or [(t, Item(n)) for n, t in given.items()]:
             name, _, offset, into, size, added = item
+            read = name in places if name else read
+            into = room + into if into >= 0 and read else -1
             if into >= 0:
-                into, bytes = room + into, max(bytes, room + into + t.numel() * t.element_size())
+                bytes = max(bytes, into + size * t.element_size())
             layout = _number(t.dtype), tuple(t.shape), t.stride()
             place = places.get(name, -1), t.element_size()
             rows.append(aten.Given(*layout, *place, offset, into, size, added))

@@ -5,7 +5,7 @@ The layers have their plan and the number of threads, see ``fused.ready``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,16 +107,20 @@ def learn_forward(
     form.learn(known.recipe, arrays, parts, options.stream, items)
 
 
-def backward_form(layer: Layer, arrays: Arrays, arriving: Ends, wanted: set[str]) -> Form | None:
-    """The form of a backward pass; None if it is not one of the operator's."""
+def backward_form(
+    layer: Layer, arrays: Iterable[Any], arriving: Ends, wanted: set[str], items: Any = None
+) -> Form | None:
+    """The form of a backward pass; None if it is not one of the operator's. Of a step it has
+    ``items`` in place of arrays.
+    """
     if layer.options.checkpoint is not None:
         return None
     there = tuple([d is None for d in arriving])
-    return form_of(layer, arrays, "backward", there, frozenset(wanted))
+    return form_of(layer, arrays, "backward", there, frozenset(wanted), items)
 
 
 def backward_again(
-    form: Form, layer: Layer, arrays: Arrays, kept: Kept, arriving: Ends
+    form: Form, layer: Layer, arrays: Mapping[Any, Tensor], kept: Kept, arriving: Ends
 ) -> dict[str, Tensor] | None:
     """Returns the gradients of a layer's tensors by name, as an earlier pass; None if there was
     none.
@@ -143,9 +147,10 @@ def backward_again(
 
 
 def learn_backward(
-    form: Form, layer: Layer, arrays: Arrays, kept: Kept, arriving: Ends, wanted: set[str]
-) -> None:
-    """Learns a pass that has run."""
+    form: Form, layer: Layer, arrays: Arrays, kept: Kept, arriving: Ends, wanted: set[str],
+    items: Sequence[tuple[Tensor, Item]] | None = None,
+) -> None:  # fmt: skip
+    """Learns a pass that has run; of a step, with the ``items`` of its arrays."""
     plan, (d_output, *d_final) = layer.plan, arriving
     known, given = drafted_backward(
         Torch.of(plan.dtype), plan, arrays, layer.options, kept, d_output, d_final, {}, wanted
@@ -172,10 +177,12 @@ def learn_backward(
         shape, strides = made[number].shape[order], made[number].strides[order]
         parts.append(Part(number, shape, strides, copy=copy))
     form.names = tuple(gradients)
-    form.learn(known.recipe, inputs, parts, layer.options.stream)
+    if items:
+        items = [*items, *[(t, Item(n)) for n, t in inputs.items() if n not in arrays]]
+    form.learn(known.recipe, inputs, parts, layer.options.stream, items or ())
 
 
-def form_of(layer: Layer, arrays: Iterable[str], *facts: Any) -> Form | None:
+def form_of(layer: Layer, arrays: Iterable[Any], *facts: Any) -> Form | None:
     """The form of a pass; None if it is not one of the operator's."""
     options = layer.options
     same = options._replace(seed=0) if options.seed else options
@@ -184,7 +191,7 @@ def form_of(layer: Layer, arrays: Iterable[str], *facts: Any) -> Form | None:
     return None if form.never else form
 
 
-def as_given(plan: Plan, arrays: Iterable[str]) -> bool:
+def as_given(plan: Plan, arrays: Iterable[Any]) -> bool:
     """Whether a kernel reads the arrays of a call themselves: none is a flag, or widened."""
     return not plan.types.mixed and {*arrays}.isdisjoint(FLAGS)
 

@@ -7,6 +7,7 @@ the ordinary way, which reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -17,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.engines.cpu.aten import AXES
+from anycell.layer.recipe import dense
 from anycell.layer.sequences import keeping
 from anycell.layer.signature import OF_STATES
 from anycell.plan import LINE, Layer, Plan
@@ -28,7 +30,7 @@ from anycell.torch.native import Item, play, table
 from anycell.torch.passes import Result, as_given, as_kept, form_of, learn_forward
 from anycell.torch.planned import ReadStep
 from anycell.torch.stepwise import Steps
-from anycell.torch.tape import Sources, Tape
+from anycell.torch.tape import Sources, Tape, View
 from anycell.torch.warm import Unknown, ordinary, settings, wanted
 
 Turn = Callable[[Tensor], Tensor]
@@ -71,7 +73,7 @@ class Pass:
         ways: of the gradients, see ``ways_of``.
 
     Attributes:
-        passed: the places of the tensors that are arrays.
+        passed: the places of the tensors that are nothing but arrays.
         forms: by settings: of calls that keep nothing, and of those that keep what a backward pass
             reads.
     """
@@ -85,7 +87,9 @@ class Pass:
         self.order, self.items = zip(*items, strict=True)
         self.steps, self.forms = arrays["x"].shape[0], dict[Any, tuple[Any, Any]]()
         self.needed = dict[tuple[bool, ...], set[str]]()
-        self.passed = {of[0] for name, (_, of) in sources.items() if arrays[name] is tensors[of[0]]}
+        views = [(n, view.place) for n, of in sources.items() for piece in of for view in piece]
+        others = {place for name, place in views if arrays[name] is not tensors[place]}
+        self.passed = {place for _, place in views} - others
         self.like = self._facts(tensors)
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -106,13 +110,15 @@ class Pass:
             return results[0], tuple(results[1:]), None
         if self._facts(tensors) != self.like:
             raise Unknown
-        arrays = self.enter(tensors)
-        whole, items = layered(arrays), items_of(self.sources, tensors, arrays)
+        whole = layered(self.enter(tensors))
         output, final, kept = fused.run_forward(layer, whole, keep)
-        if items == list(zip(self.order, self.items, strict=True)):
-            given = [(tensors[k], item) for k, item in items]
-            learn_forward(self.forms[settings()][keep], fused.ready(layer), whole, keep, given)
+        form, given = self.forms[settings()][keep], self.given(tensors)
+        learn_forward(form, fused.ready(layer), whole, keep, given)
         return output, tuple([state.squeeze(0) for state in final]), kept
+
+    def given(self, tensors: Any) -> list[tuple[Tensor, Item]]:
+        """What the operator is given."""
+        return [(tensors[k], item) for k, item in zip(self.order, self.items, strict=True)]
 
     def _play(self, tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
         now = settings()
@@ -134,13 +140,14 @@ class Pass:
         """The arrays whose gradients those of the tensors need."""
         if (known := self.needed.get(needs)) is None:
             sources = self.sources.items()
-            known = {name for name, (_, of) in sources if any(needs[k] for k in of)}
+            known = {n for n, of in sources if any(needs[view.place] for p in of for view in p)}
             self.needed[needs] = known
         return known
 
     def back(self, gradients: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The gradients of the tensors, from those of the layer's arrays that are wanted."""
         found: list[Any] = []
+        gradients = {n: d[0] if n.startswith(OF_STATES) else d for n, d in gradients.items()}
         for axis, parts in self.ways:
             made = [turn(gradients[name]) for name, turn in parts if name in gradients]
             if not made or len(made) < len(parts):  # nobody needs it
@@ -156,59 +163,54 @@ def ways_of(sources: Sources, tensors: Sequence[Tensor], arrays: Arrays) -> list
     """Ways in which tensors' gradients follow from those of arrays: parts that are joined along an
     axis, or with None added; None if it takes more.
     """
-    ways = list[Way]()
+    ways, uses = list[Way](), [list[tuple[str, Turn, View]]() for _ in tensors]
+    for name, pieces in sources.items():
+        start = 0
+        for piece in pieces:
+            cut: Turn = _same
+            if len(pieces) > 1:
+                cut = partial(torch.narrow, dim=0, start=start, length=piece[0].shape[0])
+                start += piece[0].shape[0]
+            for view in piece:
+                uses[view.place].append((name, cut, view))
     for k, t in enumerate(tensors):
-        parts, slices = list[tuple[str, Turn]](), list[tuple[int, str]]()
-        for name, (how, places) in sources.items():
-            lengths = [tensors[place].shape[0] if how == "joined" else 0 for place in places]
-            starts = [0, *accumulate(lengths)]
-            for start, place in zip(starts, places, strict=False):
-                if place != k:
-                    continue
-                if how == "joined":
-                    length = t.shape[0]
-                    parts.append((name, partial(torch.narrow, dim=0, start=start, length=length)))
-                elif turn := _turn(name, arrays[name], t, how):
-                    parts.append((name, turn))
-                else:
-                    offset = arrays[name].storage_offset() - t.storage_offset()
-                    slices.append((int(offset), name))
+        own = View(k, t.shape, t.stride(), 0)
+        turns = [(name, _turn(cut, view, own)) for name, cut, view in uses[k]]
+        parts = [(name, turn) for name, turn in turns if turn]
         axis = None
-        if slices:
-            names = [name for _, name in sorted(slices)]
-            views = [arrays[name] for name in names]
-            if parts or any(view.dim() != t.dim() for view in views):
+        if len(parts) < len(turns):
+            slices = sorted(uses[k], key=lambda use: use[2].offset)
+            shape = slices[0][2].shape
+            if parts or any(len(view.shape) != t.dim() for _, _, view in slices):
                 return None
-            sizes = zip(views[0].shape, t.shape, strict=True)
-            axis = next((i for i, (part, whole) in enumerate(sizes) if part != whole), 0)
-            ends = [*accumulate(view.shape[axis] for view in views)]
+            axis = next((i for i, size in enumerate(shape) if size != t.shape[i]), 0)
+            ends = [*accumulate(view.shape[axis] for _, _, view in slices)]
             if ends[-1] != t.shape[axis]:
                 return None
-            laid = [t.narrow(axis, start, end - start) for start, end in pairwise([0, *ends])]
-            if any(_place(one) != _place(other) for one, other in zip(laid, views, strict=True)):
-                return None
-            parts = [(name, _same) for name in names]
+            for (start, end), (name, cut, view) in zip(pairwise([0, *ends]), slices, strict=True):
+                sizes = *t.shape[:axis], end - start, *t.shape[axis + 1 :]
+                if view != View(k, sizes, t.stride(), start * t.stride(axis)):
+                    return None
+                parts.append((name, cut))
         ways.append((axis, parts))
     return ways
-
-
-def _place(t: Tensor) -> Any:
-    return t.shape, t.stride(), t.storage_offset()
 
 
 def _same(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _turn(name: str, view: Tensor, t: Tensor, how: str) -> Turn | None:
-    """Makes a tensor's gradient of that of an array, a view of it; None if it is a part."""
-    same = view is t or how == "added"
-    whole = same or (view.numel() == t.numel() and view.is_contiguous())
-    if same and not name.startswith(OF_STATES):  # which have an axis of directions
-        return _same
-    if (view.shape, view.stride()) == (t.shape[::-1], t.stride()[::-1]) and not same:
+def _turn(cut: Turn, view: View, own: View) -> Turn | None:
+    """Makes a tensor's gradient of that of an array, of which ``cut`` takes what a view of the
+    tensor has become; None if the view is a part of it.
+    """
+    if view == own:
+        return cut
+    if cut is _same and (view.shape, view.strides) == (own.shape[::-1], own.strides[::-1]):
         return torch.t
-    return partial(torch.reshape, shape=t.shape) if whole else None
+    if math.prod(view.shape) != math.prod(own.shape) or view.strides != dense(view.shape):
+        return None
+    return lambda gradient: cut(gradient).reshape(own.shape)
 
 
 def items_of(
@@ -218,30 +220,29 @@ def items_of(
     it cannot.
     """
     items, end = list[tuple[int, Item]](), 0
-    for name, (how, places) in sources.items():
-        whole, parts = arrays[name], [tensors[k] for k in places]
+    for name, pieces in sources.items():
+        whole, views = arrays[name], [view for piece in pieces for view in piece]
+        parts, size = [tensors[view.place] for view in views], whole.element_size()
         if whole is parts[0]:
-            items.append((places[0], Item(name)))
+            items.append((views[0].place, Item(name)))
             continue
-        shapes = [t.shape for t in parts]
-        if how == "added" and shapes[0] != shapes[1]:
+        # The operator converts nothing.
+        if any(t.dtype is not whole.dtype or t.dim() > AXES for t in parts):
             return None
-        if not all(t.is_contiguous() and t.dim() <= AXES for t in parts):
-            return None
-        if any(t.dtype is not whole.dtype for t in parts):  # the operator converts nothing
-            return None
-        size, into = whole.element_size(), end
-        if how == "view":
-            offset = whole.storage_offset() - parts[0].storage_offset()
-            items.append((places[0], Item(name, whole.stride(), size * int(offset))))
+        if len(views) == 1 and views[0].strides == whole.stride():
+            place, _, strides, offset = views[0]
+            items.append((place, Item(name, strides, size * offset)))
             continue
-        for number, (k, part) in enumerate(zip(places, parts, strict=True)):
-            added = number if how == "added" else 0
-            count = part.numel() * (1 if added else size)
-            part_of = "" if number else name
-            items.append((k, Item(part_of, into=into, size=count, added=added)))
-            into += 0 if how == "added" else count
-        end += -(-whole.numel() * size // LINE) * LINE
+        if any(laid[1] != dense(laid[0]) for laid in ((whole.shape, whole.stride()), *(v[1:3] for v in views))):
+            return None
+        for piece in pieces:
+            count = math.prod(piece[0].shape)
+            for number, (place, _, _, offset) in enumerate(piece):
+                item = Item(name, (), size * offset, end, count, min(number, 1))
+                items.append((place, item))
+                name = ""
+            end += size * count
+        end = -(-end // LINE) * LINE
     return items
 
 
@@ -292,7 +293,10 @@ class Replayed:
             enter = lambda given: tape.enter(given)[0]  # noqa: E731
             return Pass(layer, enter, sources, tensors, arrays, items, ways)
         names, tensors = tuple(arrays), [*arrays.values()]
-        sources = {name: ("view", (k,)) for k, name in enumerate(names)}
+        sources = {
+            name: ((View(k, arrays[name].shape, arrays[name].stride(), 0),),)
+            for k, name in enumerate(names)
+        }
         items = [(k, Item(name)) for k, name in enumerate(names)]
         enter = lambda given: dict(zip(names, given, strict=False))  # noqa: E731
         ways = ways_of(sources, tensors, arrays) or []

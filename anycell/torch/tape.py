@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from anycell.layer.signature import Shape
 from anycell.read import Equation, Refused, Variable, leaves, mapped, tape
 from anycell.torch.record import A, Like, Recorder, storage
 
@@ -24,9 +25,20 @@ _BOUND = {
 }  # fmt: skip
 _VIEWS = (
     A.narrow.default, A.t.default, A.transpose.int, A.permute.default, A.view.default,
-    A.unsqueeze.default, A.squeeze.dim,
+    A.unsqueeze.default, A.squeeze.dim, A.select.int,
 )  # fmt: skip
-Source = tuple[str, tuple[int, ...]]
+
+
+class View(NamedTuple):
+    """A view of the tensor at a place, from element ``offset`` of its memory on."""
+
+    place: int
+    shape: Shape
+    strides: Shape
+    offset: int
+
+
+Source = tuple[tuple[View, ...], ...]  # pieces, joined along their first axis: sums of views
 Sources = dict[str, Source]
 
 
@@ -42,8 +54,8 @@ class Tape(tape.Tape):
     Attributes:
         passed: the places of the arrays that are results of ``enter`` as they are.
         later: the places of those that ``leave`` reads.
-        sources: of each result, by name, how it is made of arrays, and their places: a "view" of
-            one, or several "joined" along their first axis or "added"; None if there is more.
+        sources: of each result, by name, how it is made of arrays; None if it takes more than
+            views that are added, and joined.
 
     Raises:
         Refused: for operations or results that cannot be printed.
@@ -81,16 +93,28 @@ class Tape(tape.Tape):
         return made
 
     def _found(self, nodes: Sequence[Equation], entered: dict[str, Variable]) -> Sources | None:
-        inputs: dict[Variable, int] = {var: k for k, var in enumerate(self._inputs)}
-        known: dict[Variable, Source] = {var: ("view", (k,)) for var, k in inputs.items()}
+        known = dict[Variable, Source]()
+
+        def view(var: Variable, place: int) -> None:
+            t, base = self._tensors[var], self._tensors[self._inputs[place]]
+            offset = int(t.storage_offset() - base.storage_offset())
+            known[var] = ((View(place, tuple(t.shape), t.stride(), offset),),)
+
+        for place, var in enumerate(self._inputs):
+            view(var, place)
         for node in nodes:
             var, of = node.results[0], [self._real(operand) for operand in node.operands]
-            joined = node.source is A.cat.default and node.arguments[1:] in ((), (0,))
-            added = node.source is A.add.Tensor and len(of) == 2 and not node.options
-            if node.source in _VIEWS and known.get(of[0], ("",))[0] == "view":
-                known[var] = known[of[0]]
-            elif (joined or added) and inputs.keys() >= {*of}:
-                known[var] = "joined" if joined else "added", tuple([inputs[one] for one in of])
+            if not of or not known.keys() >= {*of}:
+                continue
+            pieces = [piece for one in of for piece in known[one]]
+            if node.source in _VIEWS and len(pieces) == 1 == len(pieces[0]):
+                view(var, pieces[0][0].place)
+            elif node.source is A.cat.default and node.arguments[1:] in ((), (0,)):
+                known[var] = _joined(pieces)
+            elif node.source is A.add.Tensor and len(pieces) == 2 == len(of) and not node.options:
+                first, second = pieces
+                if len(second) == 1 and first[0].shape == second[0].shape:
+                    known[var] = ((*first, *second),)
         found = {name: known.get(self._real(var)) for name, var in entered.items()}
         return {n: made for n, made in found.items() if made} if all(found.values()) else None
 
@@ -148,6 +172,20 @@ class Tape(tape.Tape):
             like = torch.empty((), dtype=value.dtype, device=self._device)
             return self._constant(like.expand(value.shape))
         return super()._text(value)
+
+
+def _joined(pieces: Sequence[tuple[View, ...]]) -> Source:
+    """Pieces of which those that follow each other in a tensor are one."""
+    joined = [pieces[0]]
+    for piece in pieces[1:]:
+        (one, *more), (other, *others) = joined[-1], piece
+        rows, *sizes = one.shape
+        end = one._replace(shape=other.shape, offset=one.offset + rows * one.strides[0])
+        if more or others or end != other or sizes != [*other.shape[1:]]:
+            joined.append(piece)
+        else:
+            joined[-1] = (one._replace(shape=(rows + other.shape[0], *sizes)),)
+    return tuple(joined)
 
 
 def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:

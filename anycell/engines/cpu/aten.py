@@ -50,7 +50,7 @@ AXES = 3  # at most
 ARRAY = ["dtype", "axes", *(f"{what} {n}" for what in ("size", "stride") for n in range(AXES))]
 # Address ``place`` of a pass, or -1 if the pass does not read it; bits of ``mask`` are 0 in it. The
 # pass reads it from byte ``offset`` on; or, unless ``into`` is -1, from byte ``into`` of its memory
-# on, where before ``size`` bytes are copied, or if ``added`` is 1, as many numbers are added.
+# on, where before ``size`` numbers from there are copied, or added if ``added`` is 1.
 GIVEN = [*ARRAY, "place", "mask", "offset", "into", "size", "added"]
 # ``base`` is the number of the array that it is a part of, from element ``offset`` on, or -1; its
 # first ``zeros`` bytes are cleared; ``result`` is 1 if the caller gets it.
@@ -392,7 +392,8 @@ class _Call:
         b, size = self.b, row["size"]
         into, of = b.inttoptr(target, "ptr"), b.inttoptr(source, "ptr")
         with b.when(row["added"].eq(0)) as otherwise:
-            b.call(self.state.pointer("memcpy"), into, of, size, returns="ptr")
+            bytes = size * (row["mask"] + 1)
+            b.call(self.state.pointer("memcpy"), into, of, bytes, returns="ptr")
         with otherwise:
             for number in dict.fromkeys(t.storage for t in DTYPES.values() if t.plain):
                 type = number.llvm
@@ -414,8 +415,8 @@ class _Call:
             place, into = row["place"], row["into"]
             begin = b.variable(of + row["offset"])
             with b.when(into >= 0):
+                self._gather(row, begin.value, block + into)
                 begin.value = block + into
-                self._gather(row, of, begin.value)
             with b.when(place >= 0):
                 b.store(begin.value, b.gep(addresses, place, "i64"))
                 read.value = read.value + 1
