@@ -36,8 +36,7 @@ class Surroundings(Watched):
         labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         watched: variables of code, of classes and of objects among them; see ``Watched``.
-        attributes: of the modules: dictionaries, keys and values; ``sizes`` of the dictionaries;
-            ``lacks``, keys for tensors, and whether there is none.
+        attributes: of the modules: dictionaries, keys and values; ``sizes`` of the dictionaries.
         token: a number that stands for the guards.
     """
 
@@ -50,7 +49,6 @@ class Surroundings(Watched):
     seen: set[Any] = field(default_factory=set)
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
-    lacks: list[tuple[Any, str, bool]] = field(default_factory=list)
     token: int = 0
 
     @classmethod
@@ -106,8 +104,8 @@ class Surroundings(Watched):
             checks.append(f"({now} is {old} or {name(equal)}({now}, {old}))")
         checks += [f"{name(alike)}({name(of)}, {name(copy)})" for of, copy in self.containers]
         checks += [f"{item(of, key)} is {name(value)}" for of, key, value in self.attributes]
-        checks += [f"len({name(of)}) == {size}" for of, size in self.sizes]
-        checks += [f"({item(of, key)} is None) is {lack}" for of, key, lack in self.lacks]
+        sizes = [(name(of), size) for of, size in self.sizes]
+        checks += [f"len({of}) == {size}" if size else f"not {of}" for of, size in sizes]
         hooks = [item(vars(module), key) for module in self.modules for key in _HOOKS]
         hooks += [name(getattr(modules, f"_global{key}")) for key in _HOOKS]
         checks.append(f"not (unhooked and ({' or '.join(hooks)}))")
@@ -178,12 +176,12 @@ class Surroundings(Watched):
         self.modules.append(module)
         self.guards += [type(module), *module._modules]
         held, tables = vars(module), [vars(module)[name] for name in _TABLES]
-        named = [name for name in held if name not in _ORDINARY or name in _TABLES]
+        named = [n for n in held if n not in _ORDINARY or (n in _TABLES and held[n])]
         self.attributes += [(held, name, held[name]) for name in named]
         self.attributes += [(tables[-1], *child) for child in tables[-1].items()]
         self.sizes += [(table, len(table)) for table in (held, *tables)]
         for tensors in (module._parameters, module._buffers):
-            self.lacks += [(tensors, name, tensor is None) for name, tensor in tensors.items()]
+            self.attributes += [(tensors, name, None) for name in tensors if tensors[name] is None]
             for name in tensors:
                 self._variable(tensors, name)
         names, read = ["forward"], set[str]()

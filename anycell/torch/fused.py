@@ -188,15 +188,16 @@ def run_backward(
     if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
         d_output = fitted  # often one expanded number, which is copied each time
     ends = [d_output, *d_final]
-    items = None if step is None else step.given(arrays)
-    read = arrays if items is None else dict(enumerate([tensor for tensor, _ in items]))
-    form = None if inside else passes.backward_form(layer, read, ends, wanted, step and step.items)
+    of_step, read, items = step is not None, arrays, None
+    if of_step:
+        read, items = dict(enumerate([arrays[k] for k in step.order])), step.items
+    form = None if inside else passes.backward_form(layer, read, ends, wanted, items)
     if form is not None:
         known = passes.backward_again(form, layer, read, kept, ends)
         if known is not None:
             return known
-    if step is not None:
-        arrays = layered(step.enter([*arrays.values()]))
+    if of_step:
+        items, arrays = step.given(arrays), layered(step.enter([*arrays.values()]))
     given = layer.plan, arrays, layer.options, kept, d_output, d_final
     gradients = backward(host, *given, d_states=inside, wanted=wanted)
     if form is not None:

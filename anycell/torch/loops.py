@@ -23,7 +23,6 @@ from anycell.layer.checks import boolean, describe, integer, refuse
 from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
 from anycell.read import SHORT, short
-from anycell.read.watched import same
 from anycell.recent import add_recent
 from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
@@ -89,7 +88,7 @@ class Readings:
         if not xs or not ordinary(map(type, tensors)):
             return None
         known = self.replays.get(_key(xs[0], first))
-        if known is None or not same(known.facts, [around, x_tree, state_tree]):
+        if known is None or known.facts != [around, x_tree, state_tree]:
             return None
         results = known.run(tensors)
         if results is not None:
@@ -306,13 +305,14 @@ class loop(Explained, nn.Module):
 
 
 _LEAF = pytree.tree_structure(0)
+_tensors = frozenset([Tensor]).issuperset
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
     """``pytree.tree_flatten``, at once for a tensor and a tuple of tensors."""
     if type(tree) is Tensor:
         return [tree], _LEAF
-    if type(tree) is tuple and all(type(part) is Tensor for part in tree):
+    if type(tree) is tuple and _tensors(map(type, tree)):
         return list(tree), _of_tuple(len(tree))
     return pytree.tree_flatten(tree)
 

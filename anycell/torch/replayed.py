@@ -34,7 +34,8 @@ from anycell.torch.tape import Sources, Tape, View
 from anycell.torch.warm import Unknown, ordinary, settings, wanted
 
 Turn = Callable[[Tensor], Tensor]
-Way = tuple[int | None, Sequence[tuple[str, Turn]]]
+Key = str | tuple[str, int]  # an array, or one of its pieces
+Way = tuple[int | None, Sequence[tuple[Key, Turn]]]
 
 
 def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
@@ -74,6 +75,7 @@ class Pass:
 
     Attributes:
         passed: the places of the tensors that are nothing but arrays.
+        rows: of the pieces of which arrays consist.
         forms: by settings: of calls that keep nothing, and of those that keep what a backward pass
             reads.
     """
@@ -91,6 +93,8 @@ class Pass:
         others = {place for name, place in views if arrays[name] is not tensors[place]}
         self.passed = {place for _, place in views} - others
         self.like = self._facts(tensors)
+        joined = [(name, pieces) for name, pieces in sources.items() if len(pieces) > 1]
+        self.rows = {name: [piece[0].shape[0] for piece in pieces] for name, pieces in joined}
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The output, the final states, and the sequences that the layer returns."""
@@ -118,7 +122,7 @@ class Pass:
 
     def given(self, tensors: Any) -> list[tuple[Tensor, Item]]:
         """What the operator is given."""
-        return [(tensors[k], item) for k, item in zip(self.order, self.items, strict=True)]
+        return list(zip([tensors[k] for k in self.order], self.items, strict=True))
 
     def _play(self, tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
         now = settings()
@@ -146,10 +150,14 @@ class Pass:
 
     def back(self, gradients: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The gradients of the tensors, from those of the layer's arrays that are wanted."""
-        found: list[Any] = []
-        gradients = {n: d[0] if n.startswith(OF_STATES) else d for n, d in gradients.items()}
+        found, known = list[Any](), dict[Key, Tensor]()
+        for name, gradient in gradients.items():
+            known[name] = whole = gradient[0] if name.startswith(OF_STATES) else gradient
+            if rows := self.rows.get(name):
+                for number, piece in enumerate(torch.split_with_sizes(whole, rows)):
+                    known[name, number] = piece
         for axis, parts in self.ways:
-            made = [turn(gradients[name]) for name, turn in parts if name in gradients]
+            made = [turn(known[key]) for key, turn in parts if key in known]
             if not made or len(made) < len(parts):  # nobody needs it
                 found.append(None)
             elif axis is None:
@@ -163,35 +171,29 @@ def ways_of(sources: Sources, tensors: Sequence[Tensor], arrays: Arrays) -> list
     """Ways in which tensors' gradients follow from those of arrays: parts that are joined along an
     axis, or with None added; None if it takes more.
     """
-    ways, uses = list[Way](), [list[tuple[str, Turn, View]]() for _ in tensors]
+    ways, uses = list[Way](), [list[tuple[View, Key]]() for _ in tensors]
     for name, pieces in sources.items():
-        start = 0
-        for piece in pieces:
-            cut: Turn = _same
-            if len(pieces) > 1:
-                cut = partial(torch.narrow, dim=0, start=start, length=piece[0].shape[0])
-                start += piece[0].shape[0]
+        for number, piece in enumerate(pieces):
             for view in piece:
-                uses[view.place].append((name, cut, view))
+                uses[view.place].append((view, (name, number) if len(pieces) > 1 else name))
     for k, t in enumerate(tensors):
         own = View(k, t.shape, t.stride(), 0)
-        turns = [(name, _turn(cut, view, own)) for name, cut, view in uses[k]]
-        parts = [(name, turn) for name, turn in turns if turn]
-        axis = None
+        turns = [(key, _turn(view, own)) for view, key in uses[k]]
+        parts, axis = [(key, turn) for key, turn in turns if turn], None
         if len(parts) < len(turns):
-            slices = sorted(uses[k], key=lambda use: use[2].offset)
-            shape = slices[0][2].shape
-            if parts or any(len(view.shape) != t.dim() for _, _, view in slices):
+            slices = sorted(uses[k], key=lambda use: use[0].offset)
+            shape = slices[0][0].shape
+            if parts or any(len(view.shape) != t.dim() for view, _ in slices):
                 return None
             axis = next((i for i, size in enumerate(shape) if size != t.shape[i]), 0)
-            ends = [*accumulate(view.shape[axis] for _, _, view in slices)]
+            ends = [*accumulate(view.shape[axis] for view, _ in slices)]
             if ends[-1] != t.shape[axis]:
                 return None
-            for (start, end), (name, cut, view) in zip(pairwise([0, *ends]), slices, strict=True):
+            for (start, end), (view, key) in zip(pairwise([0, *ends]), slices, strict=True):
                 sizes = *t.shape[:axis], end - start, *t.shape[axis + 1 :]
                 if view != View(k, sizes, t.stride(), start * t.stride(axis)):
                     return None
-                parts.append((name, cut))
+                parts.append((key, _same))
         ways.append((axis, parts))
     return ways
 
@@ -200,17 +202,14 @@ def _same(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _turn(cut: Turn, view: View, own: View) -> Turn | None:
-    """Makes a tensor's gradient of that of an array, of which ``cut`` takes what a view of the
-    tensor has become; None if the view is a part of it.
-    """
+def _turn(view: View, own: View) -> Turn | None:
+    """Makes a tensor's gradient of that of a view; None if that is a part of the tensor."""
     if view == own:
-        return cut
-    if cut is _same and (view.shape, view.strides) == (own.shape[::-1], own.strides[::-1]):
+        return _same
+    if (view.shape, view.strides) == (own.shape[::-1], own.strides[::-1]):
         return torch.t
-    if math.prod(view.shape) != math.prod(own.shape) or view.strides != dense(view.shape):
-        return None
-    return lambda gradient: cut(gradient).reshape(own.shape)
+    whole = math.prod(view.shape) == math.prod(own.shape) and view.strides == dense(view.shape)
+    return partial(torch.reshape, shape=own.shape) if whole else None
 
 
 def items_of(
@@ -233,7 +232,7 @@ def items_of(
             place, _, strides, offset = views[0]
             items.append((place, Item(name, strides, size * offset)))
             continue
-        if any(laid[1] != dense(laid[0]) for laid in ((whole.shape, whole.stride()), *(v[1:3] for v in views))):
+        if not whole.is_contiguous() or any(v.strides != dense(v.shape) for v in views):
             return None
         for piece in pieces:
             count = math.prod(piece[0].shape)
