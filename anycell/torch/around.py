@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import functools
+import io
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,9 @@ _ORDINARY = frozenset(nn.Module().__dict__) - {"training"}
 _TABLES = "_parameters", "_buffers", "_modules"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WALKED = nn.Module, types.FunctionType, types.MethodType, functools.partial
+_FOREIGN = "builtins", "numpy", "torch"  # whose classes have nothing that changes
+# Things whose changes cannot be seen, nor undone.
+_CHANGING = Iterator, io.IOBase, bytearray, array.array
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -37,6 +42,8 @@ class Surroundings(Watched):
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         watched: variables of code, of classes and of objects among them; see ``Watched``.
         attributes: of the modules: dictionaries, keys and values; ``sizes`` of the dictionaries.
+        changing: what code reads that changes unseen, if there is any.
+        owners: classes by the ids of their variables.
         token: a number that stands for the guards.
     """
 
@@ -49,6 +56,8 @@ class Surroundings(Watched):
     seen: set[Any] = field(default_factory=set)
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
+    owners: dict[int, type] = field(default_factory=dict)
+    changing: str = ""
     token: int = 0
 
     @classmethod
@@ -159,16 +168,33 @@ class Surroundings(Watched):
 
     def _object(self, value: Any, names: frozenset[str]) -> None:
         """Adds the attributes of an object of the user's that code with these names may read."""
-        attributes = getattr(value, "__dict__", None)
-        known = isinstance(value, (*_WALKED, Tensor, type, types.ModuleType))
-        if known or type(attributes) is not dict or (id(value), names) in self.seen:
+        known = isinstance(value, (nn.Module, types.MethodType, functools.partial, Tensor))
+        kind: Any = value if isinstance(value, type) else type(value)
+        foreign = kind.__module__.partition(".")[0] in _FOREIGN and kind is not types.FunctionType
+        if known or foreign or (id(value), names) in self.seen:
             return
         self.seen.add((id(value), names))
+        attributes: Any = getattr(value, "__dict__", {})
+        if kind is value:
+            self.owners[id(attributes)] = value
+        else:
+            self._object(kind, names)
         for name in sorted(names & attributes.keys()):
             self._variable(attributes, name, name, names)
+        if kind is value:
+            return
         for name in names - attributes.keys():
-            if hasattr(type(value), name):  # what the object may have of its own later
+            if isinstance(getattr(kind, name, None), types.MemberDescriptorType):  # of __slots__
+                self._variable(value, name, name, names)
+            elif hasattr(kind, name):  # what the object may have of its own later
                 self.watched.append((attributes, name, MISSING))
+
+    def _look(self, value: Any, label: str) -> None:
+        """Notes a thing, or what is in it, that changes unseen when code reads it."""
+        inside = value.values() if type(value) is dict else value
+        parts = inside if type(value) in (dict, list, tuple) else ()
+        if any(isinstance(part, _CHANGING) for part in (value, *parts)):
+            self.changing = f"{label}, a {type(value).__name__}"
 
     def _module(self, module: nn.Module) -> None:
         if any(module is other for other in self.modules):
@@ -187,7 +213,9 @@ class Surroundings(Watched):
         names, read = ["forward"], set[str]()
         while names:  # methods that forward calls, with the variables that they read
             name = names.pop()
-            holders = [vars(kind) for kind in type(module).__mro__ if not _of_torch(kind)]
+            kinds = [kind for kind in type(module).__mro__ if not _of_torch(kind)]
+            holders = [vars(kind) for kind in kinds]
+            self.owners |= {id(of): kind for of, kind in zip(holders, kinds, strict=True)}
             place = next((k for k, holder in enumerate(holders) if name in holder), -1)
             known = name in read or place < 0
             read.add(name)
@@ -205,6 +233,8 @@ class Surroundings(Watched):
             if name not in _ORDINARY:
                 self._variable(module.__dict__, name)
                 self._object(value, frozenset(read))
+                if name in read:
+                    self._look(value, name)
 
     def add(self, holder: Any, name: Any, label: str) -> None:
         """Adds a tensor in a dictionary or in the cell of a closure."""
@@ -222,6 +252,7 @@ class Surroundings(Watched):
         if names is not None:
             self.watched.append((holder, name, value))
             self._object(value, names)
+            self._look(value, label)
         if isinstance(value, _WALKED):
             self.walk(value)
         else:
@@ -256,10 +287,15 @@ class Surroundings(Watched):
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for (holder, name), tensor in zip(self.places, tensors, strict=True):
-            if isinstance(holder, types.CellType):
-                holder.cell_contents = tensor
-            else:
-                holder[name] = tensor
+            self.assign(holder, name, tensor)
+
+    def assign(self, holder: Any, name: Any, value: Any) -> None:
+        """Sets a variable; ``MISSING`` deletes it."""
+        owner = self.owners.get(id(holder), holder)
+        if isinstance(owner, dict):
+            owner.pop(name, None) if value is MISSING else owner.update({name: value})
+        else:
+            delattr(owner, name) if value is MISSING else setattr(owner, name, value)
 
     def hooked(self) -> str | None:
         """Why hooks are in the way, if there are any."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import pickle
 import random
+import sys
 import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
-from anycell.read.watched import MISSING, alike
+from anycell.read.watched import alike
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
@@ -78,6 +79,8 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
     attributes, what is in lists and dictionaries, variables of code. Restores all of them, and the
     generators of torch.
     """
+    if around.changing:
+        raise Refused(f"the step reads {around.changing}, whose changes nobody sees", _RETURN)
     sources = [(name, get, put, get()) for name, get, put in _sources(around)]
     old = [(module, dict(vars(module))) for module in around.modules]
     reached = [(thing, _content(thing)) for thing in _reached(around)]
@@ -86,9 +89,12 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
     def fault(what: str, where: str = "") -> None:
         faults.append(Refused(f"the step changes {what}", _RETURN, where))
 
+    output = sys.stdout
+    sys.stdout = cast(Any, _Output(output))
     try:
         yield
     finally:
+        sys.stdout = output
         for name, get, put, state in sources:
             if pickle.dumps(get()) != pickle.dumps(state):
                 put(state)
@@ -102,13 +108,10 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
                 now.clear()
                 now.update(attributes)
                 fault(names[0], _place(module))
-        for holder, name, value in around.changed:
-            if isinstance(holder, types.CellType):
-                holder.cell_contents = value
-                fault("a variable of the function around it")
-            elif isinstance(holder, dict) and value is not MISSING:
-                holder[name] = value
-                fault(name)
+        for holder, name, value in [*around.changed]:
+            around.assign(holder, name, value)
+            cell = isinstance(holder, types.CellType)
+            fault("a variable of the function around it" if cell else name)
         for thing, content in reached:
             now = _content(thing)
             if type(now) is bytes:
@@ -121,6 +124,21 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
                 fault(f"a {type(thing).__name__} around it")
     if faults:
         raise faults[0]
+
+
+class _Output:
+    """The standard output, to which a step that is read prints nothing."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.thread = real, threading.get_ident()
+
+    def write(self, text: str) -> Any:
+        if threading.get_ident() == self.thread:
+            raise Refused("the step prints", "print what it returns", places.here())
+        return self.real.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
 
 def _content(thing: Any) -> Any:

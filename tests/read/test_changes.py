@@ -1,7 +1,10 @@
 """What a step reads from elsewhere may change between calls: the next call sees it."""
 
+import io
+import itertools
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from anycell.numpy import loop as numpy_loop
 torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
-from anycell.torch import loop, scan  # noqa: E402
+from anycell.torch import explain_scan, loop, scan  # noqa: E402
 
 X, H = torch.randn(6, 2, 3), torch.randn(2, 5)
 
@@ -209,3 +212,105 @@ def test_delays_are_states(steps: int, engine: str) -> None:
     assert_close(layer(X, state)[0].detach(), by_hand(cell, state).detach(), "float32", "forward")
     assert layer.engine.name == engine
     assert engine == "cpu" or f"may have {MOST}" in layer.engine.reason
+
+
+class Slots:
+    __slots__ = ("count",)
+    count: int
+
+
+class Shared:
+    count = 0
+
+
+def counter() -> Iterator[int]:
+    count = 0
+    while True:
+        count += 1
+        yield count
+
+
+def counting(kind: str) -> tuple[Callable[[Any], Any], Callable[[], int]]:
+    """What a step does, and how often it has done it."""
+    slots, text, numbers, ticks = Slots(), io.StringIO(), counter(), itertools.count()
+    slots.count = Shared.count = 0
+
+    def tick(module: Any) -> None:
+        tick.count += 1  # type: ignore[attr-defined]
+
+    tick.count = 0  # type: ignore[attr-defined]
+    of_object = [iter(range(1000))]
+    return {
+        "slots": (lambda m: setattr(slots, "count", slots.count + 1), lambda: slots.count),
+        "class": (lambda m: setattr(Shared, "count", Shared.count + 1), lambda: Shared.count),
+        "of its class": (lambda m: None, lambda: 0),
+        "function": (tick, lambda: tick.count),  # type: ignore[attr-defined]
+        "text": (lambda m: text.write("x"), lambda: len(text.getvalue())),
+        "generator": (lambda m: next(numbers), lambda: next(numbers) - 1),
+        "iterator": (lambda m: next(ticks), lambda: int(repr(ticks)[6:-1])),
+        "in a list": (lambda m: next(of_object[0]), lambda: next(of_object[0])),
+        "of the module": (lambda m: None, lambda: 0),
+        "print": (lambda m: print("x"), lambda: 0),
+    }[kind]
+
+
+KINDS = (
+    "slots", "class", "of its class", "function", "text", "generator", "iterator", "in a list",
+    "of the module", "print",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_effects_happen_as_often_as_written(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    effect, count = counting(kind)
+
+    stream = io.StringIO()
+
+    class Cell(nn.Module):
+        count = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.effect, self.stream = effect, stream if kind == "of the module" else None
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            self.effect(self)
+            if self.stream is not None:
+                self.stream.write("x")
+            if kind == "of its class":
+                type(self).count += 1
+            h = torch.tanh(x + 0.5 * h)
+            return h, h
+
+    layer = loop(Cell())
+    for _ in range(3):
+        before = count() + Cell.count + len(stream.getvalue())
+        layer(X, X[0])
+        made = count() + Cell.count + len(stream.getvalue()) - before
+        made += capsys.readouterr().out.count("x")
+        took = int(kind in ("generator", "in a list"))  # to look at it takes one
+        assert made == len(X) + took, layer.engine.reason
+    assert layer.engine.name == "torch"
+    says = "changes count|reads .*, whose changes nobody sees|prints"
+    assert re.search(says, layer.engine.reason), layer.engine.reason
+
+
+def test_what_objects_and_classes_have() -> None:
+    """Numbers in slots, of classes and of functions are read, and a change of them is seen."""
+    slots = Slots()
+
+    def gain() -> int:
+        return 0
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x * slots.count + h * Shared.count / 8 + gain.count)  # type: ignore[attr-defined]
+        return h, h
+
+    slots.count, Shared.count, gain.count = 1, 2, 3  # type: ignore[attr-defined]
+    for thing in (None, slots, Shared, gain):
+        if thing is not None:
+            thing.count += 1  # type: ignore[attr-defined]
+        expected = by_hand(lambda x, h: step(h, x), X[0]).detach()
+        for _ in range(4):
+            assert_close(scan(step, X[0], X)[1].detach(), expected, "float32", "forward")
+    assert "fused" in explain_scan(step, X[0], X).partition("\n")[0]

@@ -4,6 +4,7 @@ One file, because its parts try the same cells in the same way.
 """
 
 import copy
+import functools
 import io
 import itertools
 import pickle
@@ -207,6 +208,13 @@ class Parts(nn.Module):
         elif kind == "joined":
             e = self.each
             a = torch.cat([F.linear(x, e[0]) + F.linear(h, e[1]), x @ e[2].T + h @ e[3].T], -1)
+        elif kind == "sums":
+            e, b, d = self.each, self.b, self.d
+            f = F.linear(x, e[0], b[:H]) + F.linear(h, e[1], d[:H])
+            g = F.linear(x, e[2], b[H:]) + F.linear(h, e[3], d[H:])
+            a = torch.cat([f, g], -1)
+        elif kind == "halves":
+            a = F.linear(x, torch.cat([self.w.t()[:H], self.w.t()[H:]]), self.b) + h @ self.u
         elif kind == "shared":
             a = x @ self.u[:I] + h @ self.u + self.b + self.b
         else:
@@ -219,8 +227,9 @@ class Parts(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "inside"),
     [
-        ("transposed", True), ("added", True), ("slices", True), ("joined", True),
+        ("transposed", True), ("added", True), ("slices", True), ("joined", True), ("sums", True),
         ("a part", False), ("shared", False), ("computed", False),
+        ("halves", False),
     ],
 )  # fmt: skip
 def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> None:
@@ -278,7 +287,7 @@ def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> N
         output.sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["added", "joined", "slices"])
+@pytest.mark.parametrize("kind", ["added", "joined", "slices", "sums"])
 def test_weights_are_laid_out_in_float32(kind: str) -> None:
     module = Parts(kind).float()
     layer = loop(module)
@@ -289,6 +298,58 @@ def test_weights_are_laid_out_in_float32(kind: str) -> None:
             assert all(map(torch.equal, layer(x, h), first))
     (known,) = layer._readings.replays.values()
     assert known.inside or table() is None
+
+
+def run_counted(made: list[Any], run: Callable[..., Any], *arguments: Any) -> Any:
+    made.append(run)
+    return run(*arguments)
+
+
+@pytest.mark.parametrize("learning", [False, True])
+def test_parts_of_parameters_are_laid_out_inside_of_warm_calls(
+    monkeypatch: pytest.MonkeyPatch, learning: bool
+) -> None:
+    """Of torch's GRU, whose biases are added but for those of the last gate; also of a backward
+    pass.
+    """
+    module = OfTorchGRU()
+    layer, x, h = loop(module), torch.randn(T, B, I), torch.randn(B, H)
+    tensors, made = [*module.parameters()], list[Any]()
+    for turn in range(7):
+        if turn == 4:
+            (known,) = layer._readings.replays.values()
+            assert known.inside or table() is None
+            counted = functools.partial(run_counted, made, known.tape.enter)
+            monkeypatch.setattr(known.tape, "enter", counted)
+        with torch.set_grad_enabled(learning):
+            output, _ = layer(x, h)
+            right, _ = by_hand(module)(x, h)
+        check_trees(output.detach(), right.detach())
+        if learning:
+            both = [torch.autograd.grad(o.sin().sum(), tensors) for o in (output, right)]
+            check_trees(*both)
+    assert not made or table() is None
+
+
+def test_warm_calls_with_states_in_a_dictionary() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(I, H)
+
+        def forward(self, x: Tensor, state: dict[str, Tensor]) -> Any:
+            h, c = self.cell(x, (state["h"], state["c"]))
+            return h, {"h": h, "c": c}
+
+    module = Named()
+    layer, x = loop(module), torch.randn(T, B, I)
+    state = {"h": torch.randn(B, H), "c": torch.randn(B, H)}
+    for _ in range(3):
+        check_trees(layer(x, state), by_hand(module)(x, state))
+    again, turned = layer._readings.again, dict(reversed(state.items()))
+    assert again(module, x, dict(state)) is not None or table() is None
+    assert again(module, x, turned) is None and again(module, x, (*state.values(),)) is None
+    check_trees(layer(x, turned)[0], by_hand(module)(x, turned)[0])
 
 
 class Spelled(nn.Module):
@@ -423,7 +484,7 @@ def test_what_warm_calls_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again() is None
 
 
-@pytest.mark.parametrize("kind", ["slices", "joined", "computed"])
+@pytest.mark.parametrize("kind", ["slices", "joined", "sums", "computed"])
 @pytest.mark.parametrize("learning", [False, True])
 def test_weights_that_are_laid_out_otherwise(kind: str, learning: bool) -> None:
     """After warm calls: other memory, strides, shapes and dtypes of the same parameters."""
