@@ -121,7 +121,7 @@ class Pass:
         return output, tuple([state.squeeze(0) for state in final]), kept
 
     def given(self, tensors: Any) -> list[tuple[Tensor, Item]]:
-        """What the operator is given."""
+        """The tensors that the operator reads, and what it makes of them."""
         return list(zip([tensors[k] for k in self.order], self.items, strict=True))
 
     def _play(self, tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
