@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -22,15 +21,7 @@ from keras import activations, ops, tree
 
 from anycell.explanation import Explained, Explanation, about_layer
 from anycell.keras import cells, reading
-from anycell.keras.backends import (
-    compiled,
-    gpu_visible,
-    obstacle_of_xla,
-    on_gpu,
-    refusal,
-    uncompiled,
-    unfit,
-)
+from anycell.keras.backends import home, uncompiled
 from anycell.keras.call import (
     Arrays,
     Tensor,
@@ -43,7 +34,6 @@ from anycell.keras.call import (
     tensor,
 )
 from anycell.keras.cell import RNNCell, check_cell_and_units, deserialize, gathered
-from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, OURS, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.keras.weights import REWRITE
@@ -109,14 +99,15 @@ class Fused(Steps, Keywords, Explained):
         """Returns the cell in anycell's language, or why it cannot be expressed there."""
         raise NotImplementedError
 
-    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
-        step, cell, backend = self._step(), self.cell, keras.backend.backend()
+    def _facts(self, training: bool, gpu: bool, refusal: str | None) -> Facts:
+        step, cell = self._step(), self.cell
         if isinstance(step, str):
-            return Facts(None, backend, gpu, obstacle=step, traced=traced)
+            return Facts(None, gpu, obstacle=step)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
         # Keras's loops cannot reset.
         reset = _arguments.get().get("resets") is not None and not dropped
-        integers = hasattr(cell, "numbers") and backend != "jax"  # where their real numbers run
+        # JAX runs the real numbers that integers stand for.
+        integers = hasattr(cell, "numbers") and keras.backend.backend() != "jax"
         me: Any = self
         layer = Layer(
             step,
@@ -127,15 +118,18 @@ class Fused(Steps, Keywords, Explained):
             unroll=me.unroll,
         )
         return Facts(
-            layer=layer,
-            backend=backend,
-            gpu=gpu,
-            unfit=unfit(layer) if gpu else None,
-            cudnn=gpu and self._cudnn() and not reset and not compiled(),
+            layer,
+            gpu,
+            cudnn=gpu and self._cudnn() and not reset and not home().compiled(),
             drop_in=self._drop_in and not reset,
             obstacle=_DROPPED if dropped else None,
-            traced=traced,
+            refusal=refusal or (home().unfit(layer) if gpu else None),
         )
+
+    def _here(self, training: bool = False) -> Facts:
+        """The facts here and now."""
+        gpu = home().gpu_visible()
+        return self._facts(training, gpu, home().refusal(gpu))
 
     def _dropped_by_kernel(self, step: Cell) -> bool:
         """Whether the kernel can apply the masks of recurrent dropout in the recurrent matmul."""
@@ -151,24 +145,24 @@ class Fused(Steps, Keywords, Explained):
     @property
     def engine(self) -> Engine:
         """The engine that runs the layer in inference, here and now, and why."""
-        return choose(self._facts(False, gpu_visible(), refusal()))
+        return choose(self._here())
 
     def explain(self, training: bool = True, **shown: Any) -> Explanation:
         """Describes this layer before it runs: the engine that runs it, in training or inference,
         and why; then what ``anycell.explain`` says of its cell. See there for ``shown``.
         """
-        facts = self._facts(training, gpu_visible(), refusal())
+        facts = self._here(training)
         about = f"{self.name}: {'training' if training else 'inference'}"  # type: ignore[attr-defined]
         return about_layer(about, choose(facts), facts.layer, **shown)
 
     def _layer(self) -> Layer | None:
-        return self._facts(False, gpu_visible(), refusal()).layer
+        return self._here().layer
 
     @property
     def supports_jit(self) -> bool:
         """Whether XLA may compile a model with this layer, which must not lose its kernels."""
-        fused = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
-        return vars(self).get("supports_jit", True) and not (fused and obstacle_of_xla())
+        fused = choose(self._facts(False, home().gpu_visible(), asked())).name == "cpu"
+        return vars(self).get("supports_jit", True) and not (fused and home().obstacle())
 
     @supports_jit.setter
     def supports_jit(self, value: bool) -> None:
@@ -199,7 +193,9 @@ class Fused(Steps, Keywords, Explained):
         training = bool(training)
         if "complex" in str(sequences.dtype):  # saves other dtypes a call
             real("sequences", sequences)
-        facts = self._facts(training, gpu := on_gpu(sequences), refusal(sequences, gpu))
+        here = home()
+        gpu = here.on_gpu(sequences)
+        facts = self._facts(training, gpu, here.refusal(gpu, sequences))
         engine, reason = choose(facts)
         resets = _arguments.get().get("resets")
         if engine in ("keras", "cudnn") and resets is not None:
@@ -224,11 +220,7 @@ class Fused(Steps, Keywords, Explained):
         if resets is not None:
             arrays["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
         check(layer, arrays)
-        name, run = keras.backend.backend(), composite
-        if engine in OURS or name == "jax":
-            run = import_module(f"anycell.keras.{name}").run
-            layer = layer if engine in OURS else layer._replace(engine="reference")
-        outputs, final = run(layer, arrays)
+        outputs, final = (here.run if engine in OURS else here.composite)(layer, arrays)
         return self._as_keras(layer, outputs, final, mask)
 
     def _lasting(self, states: Any) -> Any:
@@ -358,7 +350,7 @@ class DropIn(Fused):
         then ``Bidirectional`` does not run both directions by cuDNN, past ``inner_loop``.
         """
         given: bool | str = vars(self).get("use_cudnn", "auto")
-        facts = self._facts(False, gpu_visible(), None)
+        facts = self._facts(False, home().gpu_visible(), None)
         past = facts.layer is None or choose(facts).name in OURS
         return False if given == "auto" and past else given
 
@@ -500,18 +492,17 @@ class OfCell(DropIn, keras.layers.RNN):
     whose step cannot be read runs in Keras's loop, and ``engine`` says why.
     """
 
-    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
+    def _facts(self, training: bool, gpu: bool, refusal: str | None) -> Facts:
         if changed(self.cell) is None or _arguments.get().get("resets") is not None:
-            return super()._facts(training, gpu, traced)
-        return self._facts_of(read_of(self, training), gpu, traced)
+            return super()._facts(training, gpu, refusal)
+        return self._facts_of(read_of(self, training), gpu, refusal)
 
-    def _facts_of(self, step: Any, gpu: bool, traced: str | None) -> Facts:
-        backend = keras.backend.backend()
+    def _facts_of(self, step: Any, gpu: bool, refusal: str | None) -> Facts:
         if isinstance(step, str):
-            return Facts(None, backend, gpu, obstacle=step, traced=traced)
+            return Facts(None, gpu, obstacle=step)
         layer = step.reading.layer._replace(dtype=self.cell.compute_dtype)
-        why = unfit(layer) if gpu else None
-        return Facts(layer, backend, gpu, why, drop_in=True, traced=traced or reading.unreadable())
+        refusal = refusal or reading.unreadable() or (home().unfit(layer) if gpu else None)
+        return Facts(layer, gpu, drop_in=True, refusal=refusal)
 
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
@@ -524,7 +515,8 @@ class OfCell(DropIn, keras.layers.RNN):
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
         sort = reading.Sort.of(sequences, states, masks)
         step = reading.elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
-        facts = self._facts_of(step, gpu := on_gpu(sequences), refusal(sequences, gpu))
+        gpu = home().on_gpu(sequences)
+        facts = self._facts_of(step, gpu, home().refusal(gpu, sequences))
         if choose(facts).name not in OURS or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         # Perhaps the step was not read when it was called first.
