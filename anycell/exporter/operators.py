@@ -25,7 +25,7 @@ from anycell.engines import cpu
 from anycell.engines.cpu import isa, jit
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
-from anycell.exporter.c import template
+from anycell.exporter.c import filled, template
 from anycell.layer.checks import refuse
 from anycell.layer.heuristics import WORTH_A_THREAD
 from anycell.layer.signature import ENDS, FLAGS, direction, learned
@@ -247,9 +247,7 @@ def write(operators: Sequence[Operator], space: str, path: Path, libraries: Path
         "layers": "\n".join(op.text(k) for k, op in enumerate(operators)),
         "begin": "\n".join(begin),
     }  # fmt: skip
-    source = template("operators.c")
-    for key, value in values.items():
-        source = source.replace(f"@{key}@", str(value))
+    source = filled(template("operators.c"), values)
     target, compiler = isa.current(), os.environ.get("CC", "cc")
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / "operators.c"]
