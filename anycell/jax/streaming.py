@@ -11,7 +11,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -99,20 +99,16 @@ _stepping = fused.primitive_of("stepping", _run_step, _step_by_scan)
 _of_step = fused.derivative_by_scan(_stepping, _step_by_scan)
 
 
-def _refuse_gradient() -> None:
+def _pack_derivative(flat: Any, tangents: Any, *, layer: Layer) -> NoReturn:
     hint = "Pass the parameters themselves to step, or call the layer on the sequence."
     refuse("params", "prepared weights", "parameters, to differentiate by them", hint, TypeError)
-
-
-def _pack_derivative(flat: Any, tangents: Any, *, layer: Layer) -> Any:
-    _refuse_gradient()
 
 
 def _step_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, Flat]:
     """Differentiates by input and states alone."""
     learned = {"packed", *layer.cell.learned}
     if learned.intersection(layer.arrays[i] for i in fused.moved_of(tangents)):
-        _refuse_gradient()
+        _pack_derivative(flat, tangents, layer=layer)
     return _of_step(flat, tangents, layer=layer)
 
 

@@ -112,8 +112,8 @@ def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[An
     body = _body(step, masks, False)
     with keras.StatelessScope():
         looped = functools.partial(jax.lax.scan, body, first, (zeros(x, 2), None))
-        read, reason = Traced(looped).road()
-    return reason if read is None else Step(read.reading)
+        body = Traced(looped).body()
+    return body if isinstance(body, str) else Step(body.reading)
 
 
 @dataclass(frozen=True, eq=False)
