@@ -209,7 +209,11 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     # -- use -------------------------------------------------------------------------------------
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
-        """Returns the tensors of a run over ``x [T, B, I]``, in the dtype of the computation."""
+        """Returns the tensors of a run over ``x [T, B, I]``, in the dtype of the computation, and
+        those of ``masks``.
+        """
+        if (factor := more.pop("factor", None)) is not None:
+            x = x * factor
         arrays = {"x": x, "weight_ih": self.kernel, **self._further}
         return gathered(self, self.cell, arrays, states, self._read) | more
 
@@ -225,9 +229,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         if training:
             self._check_masks(inputs)
         more = self.masks(inputs, before[0], bool(training))
-        factor = more.pop("factor", None)
-        x = inputs if factor is None else inputs * factor
-        _, new = composite(layer, self.gather(ops.expand_dims(x, 0), before, **more))
+        _, new = composite(layer, self.gather(ops.expand_dims(inputs, 0), before, **more))
         return new[0], (list(new) if nested else new[0])
 
     def masks(self, x: Tensor, state: Tensor, training: bool) -> dict[str, Tensor]:

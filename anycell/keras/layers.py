@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from keras import activations, ops, tree
+from keras import ops, tree
 
 from anycell.explanation import Explained, Explanation, about_layer
 from anycell.keras import cells, reading
@@ -243,16 +243,10 @@ class Fused(Steps, Keywords, Explained):
         """Returns results like Keras's loop: batch first, steps in the order of processing."""
         last, (reverse,) = final[0], layer.options.reverse
         if mask is not None and not self._begins_held(layer):
-            # Before a row's first step Keras repeats zeros, not the initial state.
-            held = not layer.options.apart(True)
-            seen = ops.any(mask, axis=0) if held else mask[0 if reverse else -1]
-            last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
-            if outputs is not None and held:
-                ahead = ops.flip(mask, axis=0) if reverse else mask
-                begun = ops.cumsum(ops.cast(ahead, "int32"), axis=0) > 0
-                begun = ops.flip(begun, axis=0) if reverse else begun
-                begun = ops.expand_dims(begun, -1)
-                outputs = ops.where(begun, outputs, ops.zeros_like(outputs))
+            loop = reading.LoopOptions(reverse, layer.options.apart(True), outputs is not None)
+            last = reading.last_output(last, mask, loop)
+            if loop.every and not loop.zero:  # else the kernel has set them to zero
+                outputs = reading.masked(outputs, mask, loop, held=True)
         if outputs is None:
             return last, ops.expand_dims(last, 1), list(final)
         outputs = ops.transpose(outputs, (1, 0, 2))
@@ -309,7 +303,7 @@ class DropIn(Fused):
         named = {}
         for argument in ("activation", "recurrent_activation"):
             if (value := getattr(self.cell, argument, None)) is not None:
-                if (name := _name(value)) is None:
+                if (name := cells.activation_name(value)) is None:
                     shown = getattr(value, "__name__", type(value).__name__)
                     return f"{argument}={shown} is not in the cell language"
                 named[argument] = name
@@ -332,11 +326,11 @@ class DropIn(Fused):
         return masked == [step.gates] and super()._dropped_by_kernel(step)
 
     def _cudnn(self) -> bool:
-        cell = self.cell
+        cell, name = self.cell, cells.activation_name
         return (
             isinstance(self, (keras.layers.LSTM, keras.layers.GRU))
             and isinstance(self, _KINDS[type(cell)].layer)
-            and (_name(cell.activation), _name(cell.recurrent_activation)) == ("tanh", "sigmoid")
+            and (name(cell.activation), name(cell.recurrent_activation)) == ("tanh", "sigmoid")
             and cell.use_bias
             and not self.unroll
             and not cell.recurrent_dropout
@@ -391,14 +385,6 @@ class DropIn(Fused):
         named = _KINDS[type(cell)].symbolic  # whatever its activations, the states are these
         more |= {"x": x, "weight_ih": kernel, **self._further()}
         return gathered(cell, named, more, states, read)
-
-
-def _name(function: Any) -> str | None:
-    """Returns the name of a function of Keras that the cell language has, else None."""
-    for name in cells.ACTIVATIONS:
-        if function is getattr(activations, name, None):
-            return name
-    return None
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -656,12 +642,11 @@ class RNN(Fused, keras.layers.RNN):
 
     def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
         drawn = self.cell.masks(x[0], states[0], training)
-        factor = drawn.pop("factor", None)
         static = _arguments.get().get("static")
         if static is not None:
             values = real("static", tensor(static, self.cell.compute_dtype))
             drawn["static"] = ops.cast(values, self.cell.compute_dtype)
-        return self.cell.gather(x if factor is None else x * factor, states, **drawn)
+        return self.cell.gather(x, states, **drawn)
 
     def reset_state(self) -> None:
         """Sets the states of a stateful layer to the values that the cell declares."""
