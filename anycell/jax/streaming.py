@@ -28,7 +28,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.recipe import Draft, Recipe, recipe_of
 from anycell.layer.signature import FLAGS, of_layer
 from anycell.layer.steps import Results
-from anycell.layer.stream import draft_packing, draft_step, steps, unpacked
+from anycell.layer.stream import draft_packing, draft_step, projecting, steps, unpacked
 from anycell.plan import Layer, Options
 
 _BYTES: Any = Jax(np.dtype(np.uint8))
@@ -62,8 +62,9 @@ def _run_pack(*flat: Array, layer: Layer) -> Flat:
     key = "packing", layer.plan, threads, _BYTES.layout(arrays)
 
     def draft() -> Recipe:
+        inputs = arrays["weight_ih"].shape[1]
         of_bytes = Draft(_BYTES, arrays, layer.options)
-        return draft_packing(of_bytes, layer.plan, arrays["weight_ih"].shape[1])
+        return draft_packing(of_bytes, projecting(layer.plan, inputs), inputs)
 
     recipe = recipe_of(key, draft)
     return list(recipe.run([arrays[name] for name in recipe.names], layer.options))

@@ -205,9 +205,8 @@ class Fused(Steps, Keywords, Explained):
         if mask is not None:
             mask = _as_tensor(mask, sequences)
         if engine in ("keras", "cudnn"):
-            if mask is not None and engine == "keras":  # NaN under a mask must reach no gradient
-                zeros = ops.zeros_like(sequences)
-                sequences = ops.where(ops.expand_dims(mask, -1), sequences, zeros)
+            if mask is not None and engine == "keras":
+                sequences = _zeroed(sequences, mask)
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [for_all(tensor(state, self.cell.compute_dtype), sequences) for state in states]
@@ -273,6 +272,12 @@ def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
     if len(mask.shape) != 2:
         expect("mask", mask.shape, tuple(sequences.shape[:2]), "rows, steps")
     return ops.cast(mask, "bool")
+
+
+def _zeroed(sequences: Tensor, mask: Tensor) -> Tensor:
+    """The input with zeros under a mask ``[B, T]``: NaN there must reach no gradient."""
+    present = ops.expand_dims(mask, tuple(range(2, len(sequences.shape))))
+    return ops.where(present, sequences, ops.zeros_like(sequences))
 
 
 class DropIn(Fused):
@@ -371,19 +376,19 @@ class DropIn(Fused):
 
         # Keras draws the masks, before the loop, so that a seed gives Keras's masks: one for all
         # gates, or a list of one per gate.
-        kernel = cell.kernel
         if training and self._drops(cell.dropout):
             masks = cell.get_dropout_mask(x[0])
             if isinstance(masks, list):  # each gate has its own input, and so its own projection
-                parts = zip(masks, ops.split(read(kernel), len(masks), axis=1), strict=True)
-                x, kernel = ops.concatenate([ops.matmul(x * m, k) for m, k in parts], axis=-1), None
+                parts = zip(masks, ops.split(read(cell.kernel), len(masks), axis=1), strict=True)
+                x = ops.concatenate([ops.matmul(x * m, k) for m, k in parts], axis=-1)
+                more["weight_ih"] = None
             else:
                 x = x * masks
         if training and self._drops(cell.recurrent_dropout):
             masks = cell.get_recurrent_dropout_mask(states[0])
             more["recurrent_mask"] = ops.stack(masks) if isinstance(masks, list) else masks
         named = _KINDS[type(cell)].symbolic  # whatever its activations, the states are these
-        more |= {"x": x, "weight_ih": kernel, **self._further()}
+        more |= {"x": x, **self._further()}
         return gathered(cell, named, more, states, read)
 
 
@@ -510,9 +515,7 @@ class OfCell(DropIn, keras.layers.RNN):
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if mask is not None:
             mask = for_all(_as_tensor(mask, sequences), sequences)
-            shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
-            present = ops.reshape(mask, shape)
-            sequences = ops.where(present, sequences, ops.zeros_like(sequences))
+            sequences = _zeroed(sequences, mask)
         loop = reading.LoopOptions(
             self.go_backwards, self.zero_output_for_mask, self.return_sequences
         )

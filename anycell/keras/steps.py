@@ -13,6 +13,7 @@ import tensorflow as tf
 from anycell import read
 from anycell.engines import cpu
 from anycell.keras.call import TURNED, Tensor
+from anycell.keras.framework import sizes_of
 from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, last_output, masked, over_time
 from anycell.keras.rule import OURS
@@ -30,6 +31,7 @@ class Arrays(read.Arrays):
     cat = staticmethod(tf.concat)
     cast = staticmethod(tf.cast)
     zeros = staticmethod(tf.zeros)
+    constant = staticmethod(tf.constant)
     transpose = staticmethod(tf.transpose)
 
     @staticmethod
@@ -41,10 +43,6 @@ class Arrays(read.Arrays):
         ):
             return array
         return tf.broadcast_to(array, shape)
-
-    @staticmethod
-    def constant(array: np.ndarray, dtype: Any) -> Tensor:
-        return tf.constant(array, dtype)
 
     @staticmethod
     def reshape(array: Tensor, shape: Sequence[Any]) -> Tensor:
@@ -75,9 +73,7 @@ class Run:
     def __init__(
         self, traced: Traced, x: Tensor, others: Mapping[Variable, Tensor], more: Any
     ) -> None:
-        self.steps, self.rows = (
-            tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
-        )
+        self.steps, self.rows = sizes_of(x, 2)
         self.dtype, self.memo = x.dtype, dict[Any, Any]()
         self._traced, self._x = traced, x
         self._once = World(traced, self.rows, others, **more)
