@@ -312,7 +312,7 @@ def gathered(
     """Returns the tensors of a run, by ``read``: the variables of a cell, or in their place, laid
     out as Keras does, those of ``arrays``, of which None is left out; and the states.
     """
-    named = learned(cell) | arrays | named_states(step, states)
+    named = {**learned(cell), **arrays, **named_states(step, states)}
     tensors, params = {}, step.param_names
     for name, array in named.items():
         if array is not None:
