@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from anycell.explanation import explain_read
 from anycell.jax import exact, fused
-from anycell.jax.equations import defined, evaluated
+from anycell.jax.equations import defined, evaluated, interpreted
 from anycell.jax.read import Body
 from anycell.read import SHORT, Refused, large, proof
 from anycell.read.proof import STEPS
@@ -122,23 +121,19 @@ class Traced:
 
     def run(self, body: Body | str) -> Any:
         """The results of the program, in which a body that was read takes the place of the loop."""
-        values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
 
-        def of(atom: Any) -> Array:
-            return atom.val if isinstance(atom, Literal) else values[atom]
+        def results(eqn: Any, operands: list[Array]) -> list[Array]:
+            if isinstance(body, str) or eqn.primitive.name != "scan":
+                return evaluated(eqn, operands)
+            params, first = eqn.params, eqn.params["num_consts"]
+            end = first + params["num_carry"]
+            made: list[Array] = body.jitted(
+                operands[:first], operands[first:end], operands[end:],
+                steps=params["length"], reverse=params["reverse"],
+            )  # fmt: skip
+            return made
 
-        for eqn in self.jaxpr.eqns:
-            operands, params = list(map(of, eqn.invars)), eqn.params
-            if not isinstance(body, str) and eqn.primitive.name == "scan":
-                split = params["num_consts"], params["num_consts"] + params["num_carry"]
-                results = body.jitted(
-                    operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :],
-                    steps=params["length"], reverse=params["reverse"],
-                )  # fmt: skip
-            else:
-                results = evaluated(eqn, operands)
-            values.update(zip(eqn.outvars, results, strict=True))
-        return jax.tree.unflatten(self.tree, map(of, self.jaxpr.outvars))
+        return jax.tree.unflatten(self.tree, interpreted(self.jaxpr, self.consts, (), results))
 
 
 @functools.lru_cache(maxsize=512)  # lax.scan returns the same jaxpr for the same f and shapes

@@ -206,7 +206,7 @@ class Fused(Steps, Keywords, Explained):
             mask = _as_tensor(mask, sequences)
         if engine in ("keras", "cudnn"):
             if mask is not None and engine == "keras":
-                sequences = _zeroed(sequences, mask)
+                sequences = reading.zeroed(sequences, mask)
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [for_all(tensor(state, self.cell.compute_dtype), sequences) for state in states]
@@ -272,12 +272,6 @@ def _as_tensor(mask: Any, sequences: Tensor) -> Tensor:
     if len(mask.shape) != 2:
         expect("mask", mask.shape, tuple(sequences.shape[:2]), "rows, steps")
     return ops.cast(mask, "bool")
-
-
-def _zeroed(sequences: Tensor, mask: Tensor) -> Tensor:
-    """The input with zeros under a mask ``[B, T]``: NaN there must reach no gradient."""
-    present = ops.expand_dims(mask, tuple(range(2, len(sequences.shape))))
-    return ops.where(present, sequences, ops.zeros_like(sequences))
 
 
 class DropIn(Fused):
@@ -515,7 +509,7 @@ class OfCell(DropIn, keras.layers.RNN):
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if mask is not None:
             mask = for_all(_as_tensor(mask, sequences), sequences)
-            sequences = _zeroed(sequences, mask)
+            sequences = reading.zeroed(sequences, mask)
         loop = reading.LoopOptions(
             self.go_backwards, self.zero_output_for_mask, self.return_sequences
         )

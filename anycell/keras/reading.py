@@ -328,7 +328,21 @@ def over_time(
 def last_output(last: Tensor, mask: Tensor, options: LoopOptions) -> Tensor:
     """The last output like that of Keras's loop, see ``masked``, from the last state."""
     seen = mask[0 if options.reverse else -1] if options.zero else ops.any(mask, axis=0)
-    return ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
+    return zeroed(last, seen)
+
+
+def zeroed(values: Tensor, shown: Tensor) -> Tensor:
+    """The values where flags, which have the first axes alone, are true; zeros elsewhere, even in
+    place of NaN, which must reach no gradient.
+    """
+    return ops.where(_spread(shown, values), values, ops.zeros_like(values))
+
+
+def _spread(flags: Tensor, like: Tensor) -> Tensor:
+    """Flags, or positions, with further axes of one element, as many as ``like`` has."""
+    for _ in range(len(like.shape) - len(flags.shape)):
+        flags = ops.expand_dims(flags, -1)
+    return flags
 
 
 def masked(outputs: Tensor, mask: Tensor, options: LoopOptions, held: bool) -> Tensor:
@@ -345,12 +359,11 @@ def masked(outputs: Tensor, mask: Tensor, options: LoopOptions, held: bool) -> T
         counts = ops.cumsum(ops.cast(ahead, "int32"), axis=0)
         return ops.flip(counts, axis=0) if options.reverse else counts
 
-    counts, units = count(mask), tuple(range(2, len(outputs.shape)))
-    shown = mask if options.zero else counts > 0
+    counts = count(mask)
     if not (options.zero or held):
         # The k-th of a row's steps that are not masked is the k-th in this order.
         time = count(ops.ones_like(mask))
         order = ops.argsort(ops.where(mask, time, time + ops.shape(mask)[0]), axis=0)
         at = ops.take_along_axis(order, ops.maximum(counts - 1, 0), axis=0)
-        outputs = ops.take_along_axis(outputs, ops.expand_dims(at, units), axis=0)
-    return ops.where(ops.expand_dims(shown, units), outputs, ops.zeros_like(outputs))
+        outputs = ops.take_along_axis(outputs, _spread(at, outputs), axis=0)
+    return zeroed(outputs, mask if options.zero else counts > 0)
