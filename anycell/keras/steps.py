@@ -17,7 +17,7 @@ from anycell.keras.framework import sizes_of
 from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, last_output, masked, over_time
 from anycell.keras.rule import OURS
-from anycell.keras.tensorflow import engine_of, gpu_visible, recur, watched
+from anycell.keras.tensorflow import engine_of, recur, watched
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 from anycell.recent import add_recent
@@ -122,7 +122,7 @@ class Step:
     def engine(self) -> Engine:
         """The engine that runs the cell that was read, and why."""
         dtype = self.traced.dtypes[self.traced.states[0]].name
-        name, reason = engine_of(self.reading.layer._replace(dtype=dtype), gpu_visible())
+        name, reason = engine_of(self.reading.layer._replace(dtype=dtype))
         return Engine(name, f"read as it is written; {reason}" if name in OURS else reason)
 
     def run(

@@ -108,8 +108,9 @@ def unfit(layer: Layer) -> str | None:
     return card.reason(xla.XlaCard.of(chosen.dtype), chosen, doubt)
 
 
-def engine_of(layer: Layer, gpu: bool) -> Engine:
-    """The engine that runs a layer here and now, on a GPU or not, and why; see ``recur``."""
+def engine_of(layer: Layer, x: Tensor | None = None) -> Engine:
+    """The engine that runs a layer here and now, for x if there is one, and why; see ``recur``."""
+    gpu = gpu_visible() if x is None else on_gpu(x)
     why = unfit(layer) if gpu else None
     return choose(Facts(layer, gpu, refusal=refusal(gpu) or why))
 
@@ -143,8 +144,8 @@ def recur(layer: Layer, arrays: Arrays, sure: bool = False) -> Result:
     Args:
         sure: whether no gradients can be wanted but those that a tape of now records.
     """
-    gpu = on_gpu(arrays["x"])
-    engine, why = engine_of(layer._replace(dtype=arrays["x"].dtype.name), gpu)
+    x = arrays["x"]
+    engine, why = engine_of(layer._replace(dtype=x.dtype.name), x)
     if layer.engine == "cpu" and engine != "cpu":
         why = "x is on a GPU" if engine == "gpu" else why
         refuse("engine", f"'cpu', but {why}", "None or 'reference'", "Leave it out.")

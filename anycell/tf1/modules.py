@@ -11,7 +11,7 @@ import tensorflow as tf
 from anycell.explanation import Explained
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
-from anycell.keras.tensorflow import engine_of, gpu_visible, recur
+from anycell.keras.tensorflow import engine_of, recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
 from anycell.plan import Engine, Layer, Options
@@ -162,7 +162,7 @@ class KernelCell(Explained, RNNCell):
 
     def _engine(self) -> Engine:
         dtype = tf.as_dtype(self.dtype or tf.float32)
-        name, reason = engine_of(self._layer()._replace(dtype=self._computed.name), gpu_visible())
+        name, reason = engine_of(self._layer()._replace(dtype=self._computed.name))
         return Engine(name, reason + f"; {dtype.name} computes in float32" * (dtype.size == 2))
 
     def call(self, inputs: Tensor, state: Any) -> Result:
