@@ -1,4 +1,4 @@
-"""What layers ask of Keras's backend. Only the backend in use is imported."""
+"""The functions that layers ask of Keras's backend. Only the backend in use is imported."""
 
 from __future__ import annotations
 
