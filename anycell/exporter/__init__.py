@@ -200,9 +200,7 @@ def _files(model: Model, platform: machine.Platform | None, name: str) -> dict[s
             whole = "" if kept else r".*\n"
             text = re.sub(rf"^#{tag} ?{whole}", "", text, flags=re.MULTILINE)
         text = text.replace("MODEL", name.upper()).replace("model", name)
-        for key, value in values.items():
-            text = text.replace(f"@{key}@", str(value))
-        files[file.replace("model", name)] = text.encode()
+        files[file.replace("model", name)] = c.filled(text, values).encode()
     if model.blob:
         files[f"{name}.bin"] = model.blob.file()
     return files

@@ -11,7 +11,7 @@ import re
 import struct
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ INFIX = {
 PREFIX = {"neg": "-", "logical_not": "!", "stop_gradient": ""}
 LIBRARY = {"sqrt": "sqrtf", "abs": "fabsf", "sin": "sinf", "cos": "cosf", "erf": "erff",
            "pow": "powf"}  # fmt: skip
+SPELT = {"const", "where", *INFIX, *PREFIX, *LIBRARY}  # all others are functions of the file
 # How weights are stored, and read.
 NUMBERS = {
     "float32": {"number": "float", "real": "weight"},
@@ -82,7 +83,7 @@ def _step(
             if any(scales is not None for scales in stage.scales):
                 functions["integers"] = template("integers.c")
         elif isinstance(stage, Loop):
-            body += _Turn(stage, order, functions).lines()
+            body += _loop(stage, order, functions)
         else:
             body += _fold(stage, order)
     rows = "const float *restrict x, " if of_pass.reads else ""
@@ -131,6 +132,11 @@ def _rows(rows: Rows, model: Model, t: str = "t") -> str:
 def template(file: str) -> str:
     """The text of a file of this folder."""
     return (Path(__file__).parent / file).read_text(encoding="utf-8")
+
+
+def filled(text: str, values: Mapping[str, Any]) -> str:
+    """A template with values in place of their names, as ``@name@``."""
+    return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), text)
 
 
 def _number(value: float) -> str:
@@ -215,57 +221,49 @@ def _fold(stage: Fold, schedule: Schedule) -> Iterator[str]:
     yield "    }"
 
 
-class _Turn:
-    """The text of a loop over units."""
+def _loop(loop: Loop, schedule: Schedule, functions: dict[str, str]) -> Iterator[str]:
+    """The text of a loop over units; adds the functions that it calls."""
+    texts, names = dict[Expr, str](), itertools.count()
+    uses = Counter(arg for node in loop.nodes for arg in node.args)
+    stored = {node for node, _ in loop.stores}
 
-    def __init__(self, loop: Loop, schedule: Schedule, functions: dict[str, str]) -> None:
-        self.loop, self.schedule, self.functions = loop, schedule, functions
-        self.names: dict[Expr, str] = {}
+    def value(node: Expr) -> str:
+        if node not in texts and node.op != "const":
+            return _at(schedule.places[node])
+        return texts[node] if node in texts else _number(node.attrs[0])
 
-    def lines(self) -> Iterator[str]:
-        loop, names = self.loop, itertools.count()
-        uses = Counter(arg for node in loop.nodes for arg in node.args)
-        stored = {node for node, _ in loop.stores}
+    def named(node: Expr, text: str) -> str:
+        texts[node] = f"t{next(names)}"
+        text = text[1:-1] if text[0] == "(" else text
+        kind = "int" if is_boolean(node) else "float"
+        return f"        const {kind} {texts[node]} = {text};"
 
-        def named(node: Expr, text: str) -> str:
-            self.names[node] = f"t{next(names)}"
-            text = text[1:-1] if text[0] == "(" else text
-            kind = "int" if is_boolean(node) else "float"
-            return f"        const {kind} {self.names[node]} = {text};"
+    yield "    {" if loop.size == 1 else f"    for (int j = 0; j < {loop.size}; j++) {{"
+    for node in loop.nodes:
+        text = value(node) if node.op == "const" else _call(node.op, map(value, node.args))
+        texts[node] = text
+        if node.op not in SPELT and node.op not in functions:
+            functions[node.op] = _function(node.op, len(node.args))
+        if uses[node] > 1 or node in stored or len(text) > WIDTH:
+            yield named(node, text)
+    for node, _ in loop.stores:
+        if node not in texts:  # an old value, before another overwrites it
+            yield named(node, value(node))
+    for node, place in loop.stores:
+        yield f"        {_at(place)} = {texts[node]};"
+    yield "    }"
 
-        yield "    {" if loop.size == 1 else f"    for (int j = 0; j < {loop.size}; j++) {{"
-        for node in loop.nodes:
-            text = self.names[node] = self._text(node)
-            if uses[node] > 1 or node in stored or len(text) > WIDTH:
-                yield named(node, text)
-        for node, _ in loop.stores:
-            if node not in self.names:  # an old value, before another overwrites it
-                yield named(node, self._value(node))
-        for node, place in loop.stores:
-            yield f"        {_at(place)} = {self.names[node]};"
-        yield "    }"
 
-    def _value(self, node: Expr) -> str:
-        if node in self.names:
-            return self.names[node]
-        if node.op == "const":
-            return _number(node.attrs[0])
-        return _at(self.schedule.places[node])
-
-    def _text(self, node: Expr) -> str:
-        args = [self._value(arg) for arg in node.args]
-        if node.op == "const":
-            return _number(node.attrs[0])
-        if node.op in INFIX:
-            return f"({args[0]} {INFIX[node.op]} {args[1]})"
-        if node.op in PREFIX:
-            return f"({PREFIX[node.op]}{args[0]})" if PREFIX[node.op] else args[0]
-        if node.op == "where":
-            return f"({' '.join([args[0], '?', args[1], ':', args[2]])})"
-        name = LIBRARY.get(node.op, f"{node.op}_")
-        if node.op not in LIBRARY and node.op not in self.functions:
-            self.functions[node.op] = _function(node.op, len(args))
-        return f"{name}({', '.join(args)})"
+def _call(op: str, arguments: Iterable[str]) -> str:
+    """An operation of the language as C spells it."""
+    args = [*arguments]
+    if op in INFIX:
+        return f"({args[0]} {INFIX[op]} {args[1]})"
+    if op in PREFIX:
+        return f"({PREFIX[op]}{args[0]})" if PREFIX[op] else args[0]
+    if op == "where":
+        return f"({' '.join([args[0], '?', args[1], ':', args[2]])})"
+    return f"{LIBRARY.get(op, f'{op}_')}({', '.join(args)})"
 
 
 # -- functions -------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import os
 import shlex
 import subprocess
 import tempfile
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +24,13 @@ from anycell.engines import cpu
 from anycell.engines.cpu import isa, jit
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.sequence import print_kernel
-from anycell.exporter.c import template
+from anycell.exporter.c import filled, template
 from anycell.layer.checks import refuse
 from anycell.layer.heuristics import WORTH_A_THREAD
-from anycell.layer.signature import ENDS, FLAGS, direction, learned
-from anycell.plan import CODES, Layer, multiplies_input
+from anycell.layer.signature import ENDS, FLAGS, learned
+from anycell.layer.stream import pack
+from anycell.numpy.framework import Numpy
+from anycell.plan import CODES, Layer, Options, multiplies_input
 from anycell.requirement import installed
 
 STEPS, ROWS = "STEPS", "ROWS"  # sizes of a call
@@ -60,6 +61,8 @@ class Operator:
             direction's weight_ih projects, or x; ``packed weights``; others of ``signature``.
         tensors: dtype and sizes of each tensor: arguments, results, and memory of a call.
         results: how many results there are: the output, and the final states.
+        learned: the arrays that are packed, with their shapes.
+        projects: whether the gates of x are computed outside, by the program.
     """
 
     def __init__(self, name: str, layer: Layer, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -86,6 +89,7 @@ class Operator:
                 self._enter(f"{kind} {name} rows", d=d, fixed=size)
                 self._enter(f"{kind} {name} columns", d=d, fixed=1)
 
+        self.width = shapes["x"][2]
         self.projects = "weight_ih" in layer.arrays and not multiplies_input(self.plan)
         if self.projects:
             width = self.plan.gates_width
@@ -94,13 +98,20 @@ class Operator:
                 for end in ENDS[:directions]
             ]
         else:
-            width = shapes["x"][2]
+            width = self.width
             gates = [self._argument("x", STEPS, ROWS, width)] * directions
         for d, tensor in enumerate(gates):
             self._enter("gates", tensor, d)
             self._enter("gates steps", d=d, by_row=width)
             self._enter("gates rows", d=d, fixed=width)
-        self.packed = self._argument("packed weights", self.pack({}).size, dtype="uint8")
+        self.learned = {
+            one.name + end: one.shape
+            for end in ENDS[:directions]
+            for one in learned(self.plan, None if self.projects else width)
+            if one.name + end in layer.arrays
+        }
+        zeros = {name: np.zeros(shape, self.plan.dtype) for name, shape in self.learned.items()}
+        self.packed = self._argument("packed weights", self.pack(zeros).size, dtype="uint8")
         self._enter("packed", self.packed)
         flags = [flag for flag in FLAGS if flag in layer.arrays]
         self.flags = {flag: self._argument(flag, STEPS, ROWS, dtype="bool") for flag in flags}
@@ -166,30 +177,11 @@ class Operator:
         return self._tensor(*sizes, dtype=dtype)
 
     def pack(self, arrays: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-        """The packed weights of arrays of NumPy, by the names of ``signature``; without any, the
-        memory for them.
-        """
-        kernel, directions = self.kernel, len(self.layer.options.reverse)
-        table, at = array("q", bytes(8 * kernel.first(directions))), kernel.shared
-        # A chunk of no steps, after the first: the door packs, and does nothing else.
-        ones = dict.fromkeys(("steps", "batch", "span", "begin", "pack", "packed"), 1)
-        values = self.numbers | ones
-        for name, value in values.items():
-            table[at[name]] = value
-        kernel.needs(table.buffer_info()[0])
-        packed, scratch = (cpu.Block(table[at[f"{name}_bytes"]]) for name in ("packed", "scratch"))
-        table[at["packed"]], table[at["scratch"]] = packed.address, scratch.address
-        for d in range(directions if arrays else 0):
-            for name, values_ in direction(self.plan, arrays, d, lambda a, d: a[d]).items():
-                if name in kernel.each and (name.startswith("weight_") or values_.ndim == 1):
-                    axes = kernel.axes.get(name, 0)
-                    strides = [stride // values_.itemsize for stride in values_.strides]
-                    numbers = [values_.ctypes.data, *[0] * (axes - len(strides)), *strides[:axes]]
-                    first = self._place(name, d)
-                    table[first : first + len(numbers)] = array("q", numbers)
-        if arrays:
-            kernel.door(table.buffer_info()[0])
-        return packed.memory[packed.address - packed.memory.ctypes.data :][: packed.size]
+        """The packed weights of arrays of NumPy, by the names of ``signature``."""
+        learned = {name: arrays[name] for name in self.learned}
+        host, options = Numpy.of(self.plan.dtype), Options(self.layer.options.reverse)
+        block = pack(host, self.plan, learned, self.width, options)
+        return block.memory[block.address - block.memory.ctypes.data :][: block.size]
 
     @property
     def schema(self) -> str:
@@ -247,9 +239,7 @@ def write(operators: Sequence[Operator], space: str, path: Path, libraries: Path
         "layers": "\n".join(op.text(k) for k, op in enumerate(operators)),
         "begin": "\n".join(begin),
     }  # fmt: skip
-    source = template("operators.c")
-    for key, value in values.items():
-        source = source.replace(f"@{key}@", str(value))
+    source = filled(template("operators.c"), values)
     target, compiler = isa.current(), os.environ.get("CC", "cc")
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / "operators.c"]

@@ -100,7 +100,8 @@ class Program:
                 expected = f"{width}, the outputs of the layer before it"
                 refuse("model", f"a layer {number} of {width_of(part)} inputs", expected)
             if isinstance(part, Affine):
-                node = self._product(node, float32(part.weight), _optional(part.bias))
+                bias = None if part.bias is None else float32(part.bias)
+                node = self._product(node, float32(part.weight), bias)
                 width = len(self.matrices[-1].bias)
             elif isinstance(part, Pointwise):
                 node = self._pointwise(part, node, width)
@@ -319,10 +320,6 @@ def padded(size: int, lanes: int) -> int:
 def float32(weight: Any) -> Array:
     """A weight of any framework."""
     return np.ascontiguousarray(numbers(weight), np.float32)
-
-
-def _optional(array: Any) -> Array | None:
-    return None if array is None else float32(array)
 
 
 def width_of(part: Simple) -> int:

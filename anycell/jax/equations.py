@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,31 @@ def _folded(equation: Equation) -> float | None:
     else:
         return None
     return float(value if result.floating else np.asarray(value).astype(result.dtype))
+
+
+def interpreted(
+    jaxpr: Any,
+    consts: Iterable[Array],
+    arguments: Iterable[Array],
+    results_of: Callable[[Any, list[Array]], Iterable[Array]],
+    literal: Callable[[Literal], Array] = lambda atom: atom.val,
+) -> list[Array]:
+    """The results of a jaxpr, equation by equation.
+
+    Args:
+        results_of: of an equation and its operands.
+        literal: the array of a number in the jaxpr.
+    """
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+
+    def of(atom: Any) -> Array:
+        return literal(atom) if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = results_of(eqn, list(map(of, eqn.invars)))
+        values |= zip(eqn.outvars, results, strict=True)
+    return list(map(of, jaxpr.outvars))
 
 
 def evaluated(eqn: Any, operands: Sequence[Array]) -> list[Array]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from anycell.jax.equations import CALLS, OPS, evaluated
+from anycell.jax.equations import CALLS, OPS, evaluated, interpreted
 from anycell.jax.table import STRUCTURAL, letters
 from anycell.lang.namespaces import NUMPY
 from anycell.lang.ops import TABLE
@@ -116,20 +116,15 @@ def converted(array: Array, dtype: Any) -> Array:
 
 def evaluate(jaxpr: Any, consts: Sequence[Array], *arguments: Array) -> list[Array]:
     """The results of a jaxpr, with all floating point numbers in float64."""
-    values = dict(zip(jaxpr.constvars, map(_wide, consts), strict=True))
-    values |= dict(zip(jaxpr.invars, map(_wide, arguments), strict=True))
-
-    def of(atom: Any) -> Array:
-        if isinstance(atom, Literal):  # a number of Python may have more digits than its dtype
-            aval: Any = atom.aval
-            return _wide(np.asarray(atom.val, aval.dtype))
-        return values[atom]
-
+    wide = map(_wide, consts), map(_wide, arguments)
     with np.errstate(all="ignore"):
-        for eqn in jaxpr.eqns:
-            results = _results(eqn, list(map(of, eqn.invars)))
-            values.update(zip(eqn.outvars, results, strict=True))
-    return list(map(of, jaxpr.outvars))
+        return interpreted(jaxpr, *wide, _results, _number)
+
+
+def _number(atom: Literal) -> Array:
+    """A number of Python, which may have more digits than its dtype."""
+    aval: Any = atom.aval
+    return _wide(np.asarray(atom.val, aval.dtype))
 
 
 def _wide(array: Array) -> Array:

@@ -87,16 +87,13 @@ def run(layer: Layer, arrays: Mapping[str, Any]) -> Any:
 def planned(layer: Layer, dtype: Any, engine: str | None = None) -> Layer:
     """The layer with its plan, and with it the engine that runs the layer."""
     choice("engine", engine, None, "cpu", "gpu", "reference")
-    name, sizes, backend = jnp.dtype(dtype).name, dict(layer.sizes), jax.default_backend()
-    forced = engine == "gpu"
-    if engine is None and backend != "cpu":
-        engine = "gpu" if backend == "gpu" else "reference"
-    if engine == "gpu":
+    name, sizes, platform = jnp.dtype(dtype).name, dict(layer.sizes), jax.default_backend()
+    if engine == "gpu" or (engine is None and platform == "gpu"):
         chosen = on_card(layer, name)
-        if forced and chosen.engine != "gpu":
+        if engine == "gpu" and chosen.engine != "gpu":
             refuse("engine", "'gpu'", f"None or 'reference': {chosen.reason}", "Leave it out.")
         return layer._replace(dtype=chosen.dtype, plan=chosen)
-    if engine is None and name not in dtypes("cpu"):
+    if engine is None and (platform != "cpu" or name not in dtypes("cpu")):
         engine = "reference"
     if name not in dtypes("cpu"):
         if engine == "cpu" or not jnp.issubdtype(dtype, jnp.floating):

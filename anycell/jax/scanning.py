@@ -6,16 +6,15 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from anycell.explanation import explain_read
 from anycell.jax import exact, fused
-from anycell.jax.equations import defined, evaluated
+from anycell.jax.equations import defined, evaluated, interpreted
 from anycell.jax.read import Body
 from anycell.read import SHORT, Refused, large, proof
 from anycell.read.proof import STEPS
@@ -64,7 +63,7 @@ def scan(
     if config.jax_disable_jit:  # then f may compute with numbers
         return loop()
     traced = Traced(loop)
-    return traced.run(traced.road().body)
+    return traced.run(traced.body())
 
 
 def explain_scan(
@@ -83,17 +82,10 @@ def explain_scan(
         >>> print(explain_scan(step, jnp.zeros((2, 8)), jnp.ones((5, 2, 8))).partition("\\n")[0])
         A fused kernel runs this body.
     """
-    traced = Traced(lambda: jax.lax.scan(f, init, xs, length, reverse, unroll))
-    body, reason = traced.road()
-    read = None if body is None else body.reading
-    return explain_read("jax.lax.scan", read, "" if body is None else str(body.dtype), reason)
-
-
-class Road(NamedTuple):
-    """The way a body runs: as a cell, or, for a reason, by ``lax.scan``."""
-
-    body: Body | None
-    reason: str = ""
+    body = Traced(lambda: jax.lax.scan(f, init, xs, length, reverse, unroll)).body()
+    if isinstance(body, str):
+        return explain_read("jax.lax.scan", None, "", body)
+    return explain_read("jax.lax.scan", body.reading, str(body.dtype))
 
 
 class Traced:
@@ -108,51 +100,45 @@ class Traced:
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
         self.tree = jax.tree.structure(shapes)
 
-    def road(self) -> Road:
-        """The road of the body."""
+    def body(self) -> Body | str:
+        """The body as it was read, or why ``lax.scan`` runs it."""
         scans = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"]
         if len(scans) != 1:
-            return Road(None, "JAX has traced it to something else than one loop")
+            return "JAX has traced it to something else than one loop"
         params = scans[0].params
         if any(fused.varying(a) for a in self.consts if isinstance(a, jax.core.Tracer)):
-            return Road(
-                None, "it runs within shard_map, which follows arrays from device to device"
-            )
+            return "it runs within shard_map, which follows arrays from device to device"
         if not params["length"] or not isinstance(params["length"], int):
-            return Road(None, "it has no steps, or the number of steps is not known")
+            return "it has no steps, or the number of steps is not known"
         platform = jax.default_backend()
         if platform != "cpu":
-            return Road(None, f"JAX's default device is of the kind {platform}, not cpu")
-        road = road_of(params["jaxpr"], params["num_consts"], params["num_carry"])
-        if (body := road.body) is None:
-            return road
+            return f"JAX's default device is of the kind {platform}, not cpu"
+        body = read_body(params["jaxpr"], params["num_consts"], params["num_carry"])
+        if isinstance(body, str):
+            return body
         few = large(params["length"], body.rows, body.weights, body.reading.joins)
-        return Road(None, SHORT) if few else road
+        return SHORT if few else body
 
-    def run(self, body: Body | None) -> Any:
-        """The results of the program, with a body that was read in place of the loop."""
-        values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+    def run(self, body: Body | str) -> Any:
+        """The results of the program, in which a body that was read takes the place of the loop."""
 
-        def of(atom: Any) -> Array:
-            return atom.val if isinstance(atom, Literal) else values[atom]
+        def results(eqn: Any, operands: list[Array]) -> list[Array]:
+            if isinstance(body, str) or eqn.primitive.name != "scan":
+                return evaluated(eqn, operands)
+            params, first = eqn.params, eqn.params["num_consts"]
+            end = first + params["num_carry"]
+            made: list[Array] = body.jitted(
+                operands[:first], operands[first:end], operands[end:],
+                steps=params["length"], reverse=params["reverse"],
+            )  # fmt: skip
+            return made
 
-        for eqn in self.jaxpr.eqns:
-            operands, params = list(map(of, eqn.invars)), eqn.params
-            if body is not None and eqn.primitive.name == "scan":
-                split = params["num_consts"], params["num_consts"] + params["num_carry"]
-                results = body.jitted(
-                    operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :],
-                    steps=params["length"], reverse=params["reverse"],
-                )  # fmt: skip
-            else:
-                results = evaluated(eqn, operands)
-            values.update(zip(eqn.outvars, results, strict=True))
-        return jax.tree.unflatten(self.tree, map(of, self.jaxpr.outvars))
+        return jax.tree.unflatten(self.tree, interpreted(self.jaxpr, self.consts, (), results))
 
 
 @functools.lru_cache(maxsize=512)  # lax.scan returns the same jaxpr for the same f and shapes
-def road_of(closed: Any, consts: int, carries: int) -> Road:
-    """The road of the body of a ``lax.scan``, whose jaxpr this is."""
+def read_body(closed: Any, consts: int, carries: int) -> Body | str:
+    """Reads the body of a ``lax.scan`` from its jaxpr; returns why not if it cannot be read."""
     try:
         body = Body(closed, consts, carries)
         if body.plan.engine != "cpu":  # step by step, the loop itself is as fast
@@ -168,13 +154,13 @@ def road_of(closed: Any, consts: int, carries: int) -> Road:
             _PROVED[key] = tried(body, closed)
         if _PROVED[key]:
             raise Refused(_PROVED[key])
-        return Road(body)
+        return body
     except Refused as refusal:
-        return Road(None, str(refusal.at(defined(closed.jaxpr))))
+        return str(refusal.at(defined(closed.jaxpr)))
     except Exception as error:
         if STRICT:
             raise
-        return Road(None, f"reading it failed, by a fault of anycell: {error!r}")
+        return f"reading it failed, by a fault of anycell: {error!r}"
 
 
 # By the text of a body: "" for a reading that agrees with it, else how they differ.

@@ -11,7 +11,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from anycell.layer.checks import refuse
 from anycell.layer.recipe import Draft, Recipe, recipe_of
 from anycell.layer.signature import FLAGS, of_layer
 from anycell.layer.steps import Results
-from anycell.layer.stream import draft_packing, draft_step, steps, unpacked
+from anycell.layer.stream import draft_packing, draft_step, projecting, steps, unpacked
 from anycell.plan import Layer, Options
 
 _BYTES: Any = Jax(np.dtype(np.uint8))
@@ -62,8 +62,9 @@ def _run_pack(*flat: Array, layer: Layer) -> Flat:
     key = "packing", layer.plan, threads, _BYTES.layout(arrays)
 
     def draft() -> Recipe:
+        inputs = arrays["weight_ih"].shape[1]
         of_bytes = Draft(_BYTES, arrays, layer.options)
-        return draft_packing(of_bytes, layer.plan, arrays["weight_ih"].shape[1])
+        return draft_packing(of_bytes, projecting(layer.plan, inputs), inputs)
 
     recipe = recipe_of(key, draft)
     return list(recipe.run([arrays[name] for name in recipe.names], layer.options))
@@ -99,20 +100,16 @@ _stepping = fused.primitive_of("stepping", _run_step, _step_by_scan)
 _of_step = fused.derivative_by_scan(_stepping, _step_by_scan)
 
 
-def _refuse_gradient() -> None:
+def _pack_derivative(flat: Any, tangents: Any, *, layer: Layer) -> NoReturn:
     hint = "Pass the parameters themselves to step, or call the layer on the sequence."
     refuse("params", "prepared weights", "parameters, to differentiate by them", hint, TypeError)
-
-
-def _pack_derivative(flat: Any, tangents: Any, *, layer: Layer) -> Any:
-    _refuse_gradient()
 
 
 def _step_derivative(flat: Any, tangents: Any, *, layer: Layer) -> tuple[Flat, Flat]:
     """Differentiates by input and states alone."""
     learned = {"packed", *layer.cell.learned}
     if learned.intersection(layer.arrays[i] for i in fused.moved_of(tangents)):
-        _refuse_gradient()
+        _pack_derivative(flat, tangents, layer=layer)
     return _of_step(flat, tangents, layer=layer)
 
 

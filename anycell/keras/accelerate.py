@@ -17,6 +17,7 @@ from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import CALLS, GRU, LSTM, RNN, Fused, OfCell, SimpleRNN, changed, read_of
 from anycell.keras.reading import elsewhere
+from anycell.layer.compression import replaced
 
 Model = TypeVar("Model", bound=keras.layers.Layer)
 _SWAPS: dict[type[keras.layers.RNN], type[Fused]] = {
@@ -171,7 +172,6 @@ def _engine(layer: Any) -> tuple[str, str]:
 def _watch(model: Any, layers: Sequence[Any], args: Any, kwargs: Any) -> list[list[int]]:
     """Calls the model once; returns the number of steps of each call of each layer."""
     calls: list[list[int]] = [[] for _ in layers]
-    before = [vars(layer).get("call") for layer in layers]
 
     def watched(layer: Any, steps: list[int]) -> Callable[..., Any]:
         call = layer.call
@@ -183,15 +183,9 @@ def _watch(model: Any, layers: Sequence[Any], args: Any, kwargs: Any) -> list[li
 
         return counted
 
-    try:
-        for layer, steps in zip(layers, calls, strict=True):
-            vars(layer)["call"] = watched(layer, steps)
+    pairs = zip(layers, calls, strict=True)
+    with replaced([(layer, "call", watched(layer, steps)) for layer, steps in pairs]):
         model(*args, **kwargs)
-    finally:
-        for layer, replaced in zip(layers, before, strict=True):
-            del vars(layer)["call"]
-            if replaced is not None:
-                vars(layer)["call"] = replaced
     return calls
 
 

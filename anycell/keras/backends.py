@@ -1,19 +1,14 @@
-"""Functions of Keras's backends that layers need, but for the kernels themselves.
-
-Only the backend in use is imported.
-"""
+"""The functions that layers ask of Keras's backend. Only the backend in use is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from importlib import import_module
 from typing import Any
 
 import keras
 
-from anycell.keras.call import Tensor
-from anycell.keras.rule import asked
-from anycell.plan import Layer
+from anycell.keras.rule import FUSED
 
 # The framework of the backend's tensors, which ``lang.namespaces`` must know.
 match keras.backend.backend():
@@ -25,97 +20,27 @@ match keras.backend.backend():
         import anycell.jax.framework  # noqa: F401
 
 
-def refusal(x: Tensor | None = None, gpu: bool = False) -> str | None:
-    """Returns why nothing outside the graph can be called now, for ``x`` if given, on a GPU or not,
-    or None.
+@functools.cache
+def home() -> Any:
+    """This package's module for Keras's backend, with the functions that layers ask for:
+
+    run(layer, arrays)          runs a layer on the kernels
+    composite(layer, arrays)    runs it step by step, in the backend's operations
+    refusal(gpu, x)             why nothing outside the graph can be called now, for x if there is
+                                one, on a GPU or not; or None
+    unfit(layer)                why no kernels run a layer on a GPU, or None
+    on_gpu(x), gpu_visible()    whether x is on a GPU; whether a layer would be placed on one here
+    recorded(tensors)           whether a gradient may be wanted for the results of an operation on
+                                them, or the backend must see the operation
+    compiled()                  whether XLA compiles what is being traced, without the operations of
+                                cuDNN's layers
+    obstacle()                  why a layer loses its kernels where the backend compiles the whole
+                                program, or None
+
+    Where there is neither a kernel nor a GPU, nobody asks for some of them.
     """
     name = keras.backend.backend()
-    if name == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.refusal(gpu_visible() if x is None else gpu)
-    if name == "jax":
-        from anycell.keras import jax
-
-        return jax.refusal(x)
-    return asked()
-
-
-def unfit(layer: Layer) -> str | None:
-    """Why no kernels run a layer on a GPU, or None."""
-    name = keras.backend.backend()
-    if name == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.unfit(layer, True)
-    if name in ("torch", "jax"):
-        why: str | None = import_module(f"anycell.keras.{name}").unfit(layer)
-        return why
-    return None
-
-
-def compiled() -> bool:
-    """Whether XLA compiles what is being traced, without the operations of cuDNN's layers."""
-    if keras.backend.backend() != "tensorflow":
-        return False
-    from anycell.keras import tensor_passes
-
-    return tensor_passes.compiled()
-
-
-def obstacle_of_xla() -> str | None:
-    """Why a layer loses its kernels where the backend compiles the whole program, or None."""
-    if keras.backend.backend() != "tensorflow":
-        return None
-    from anycell.keras import tensorflow
-
-    return tensorflow.obstacle()
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether ``x`` is on a GPU."""
-    name = keras.backend.backend()
-    if name == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.on_gpu(x)
-    if name == "torch":
-        return bool(x.device.type != "cpu")
-    return gpu_visible()
-
-
-def gpu_visible() -> bool:
-    """Whether the backend would place a layer on a GPU here."""
-    name = keras.backend.backend()
-    if name == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.gpu_visible()
-    if name == "torch":
-        import torch
-
-        return bool(torch.cuda.is_available())
-    if name == "jax":
-        import jax
-
-        return bool(jax.default_backend() != "cpu")
-    return False
-
-
-def recorded(tensors: Sequence[Any]) -> bool:
-    """Whether a gradient may be wanted for the results of an operation on these tensors, or torch
-    must see the operation.
-    """
-    if keras.backend.backend() == "tensorflow":
-        from anycell.keras import tensorflow
-
-        return tensorflow.recorded()
-    import torch
-
-    from anycell.torch.observers import observed
-
-    wanted = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
-    return wanted or observed()
+    return import_module(f"anycell.keras.{name if name in FUSED else 'others'}")
 
 
 def uncompiled(function: Any) -> Any:

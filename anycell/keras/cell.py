@@ -209,9 +209,12 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
 
     # -- use -------------------------------------------------------------------------------------
     def gather(self, x: Tensor, states: Sequence[Tensor], **more: Any) -> Arrays:
-        """Returns the tensors of a run over ``x [T, B, I]``, in the dtype of the computation."""
-        arrays = {"x": x, "weight_ih": self.kernel, **self._further}
-        return gathered(self, self.cell, arrays, states, self._read) | more
+        """Returns the tensors of a run over ``x [T, B, I]``, in the dtype of the computation, and
+        those of ``masks``.
+        """
+        if (factor := more.pop("factor", None)) is not None:
+            x = x * factor
+        return gathered(self, self.cell, {"x": x}, states, self._read) | more
 
     def _read(self, array: Any) -> Tensor:
         return ops.cast(ops.convert_to_tensor(array), self.compute_dtype)
@@ -225,9 +228,7 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         if training:
             self._check_masks(inputs)
         more = self.masks(inputs, before[0], bool(training))
-        factor = more.pop("factor", None)
-        x = inputs if factor is None else inputs * factor
-        _, new = composite(layer, self.gather(ops.expand_dims(x, 0), before, **more))
+        _, new = composite(layer, self.gather(ops.expand_dims(inputs, 0), before, **more))
         return new[0], (list(new) if nested else new[0])
 
     def masks(self, x: Tensor, state: Tensor, training: bool) -> dict[str, Tensor]:
@@ -296,14 +297,22 @@ class RNNCell(keras.layers.Layer, DropoutRNNCell):
         return cls(deserialize(config["cell"]), **{k: v for k, v in config.items() if k != "cell"})
 
 
+def learned(cell: Any) -> dict[str, Any]:
+    """The variables of a cell, Keras's or ours, by the names of ``anycell.layer.signature``, laid
+    out as Keras does; ``bias_ih`` may have two rows, the second of r.
+    """
+    named = {"weight_ih": cell.kernel, "weight_hh": cell.recurrent_kernel, "bias_ih": cell.bias}
+    named |= getattr(cell, "_further", {})
+    return {name: variable for name, variable in named.items() if variable is not None}
+
+
 def gathered(
     cell: Any, step: Cell, arrays: Arrays, states: Sequence[Tensor], read: Callable[[Any], Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the arrays, whose weights are Keras's kernels, and the states, recurrent kernel and
-    biases of a cell, by ``read``.
+    """Returns the tensors of a run, by ``read``: the variables of a cell, or in their place, laid
+    out as Keras does, those of ``arrays``, of which None is left out; and the states.
     """
-    named = {**arrays, "weight_hh": cell.recurrent_kernel, "bias_ih": cell.bias}
-    named |= named_states(step, states)
+    named = {**learned(cell), **arrays, **named_states(step, states)}
     tensors, params = {}, step.param_names
     for name, array in named.items():
         if array is not None:

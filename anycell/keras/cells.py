@@ -6,6 +6,9 @@ A layer's activations select the cell, so that any of ``ACTIVATIONS`` runs fused
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from keras import activations
 
 from anycell.lang.cell import Gates, cell, linear
 from anycell.lang.expr import Expr
@@ -54,6 +57,14 @@ ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
     "softsign": softsign,
     "tanh": tanh,
 }
+
+
+def activation_name(function: Any) -> str | None:
+    """Returns the name of a function of Keras that the cell language has, else None."""
+    for name in ACTIVATIONS:
+        if function is getattr(activations, name, None):
+            return name
+    return None
 
 
 @cell(gates="i f c o", state="h c")

@@ -126,7 +126,7 @@ class KerasCompression(Compression, of=[keras.layers.Layer]):
         with replaced(marked):
             config = keras.saving.serialize_keras_object(model)
         configs = [keras.saving.serialize_keras_object(layer) for layer in small.values()]
-        config = _replaced(config, configs)
+        config = _with_quantized(config, configs)
         config.pop("compile_config", None)
         new = keras.saving.deserialize_keras_object(config, safe_mode=False)
         new.build_from_config(model.get_build_config() or {})
@@ -226,14 +226,14 @@ def _arguments(part: Any, cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any
     return {n: v for n, v in config.items() if n in known} | of_cell
 
 
-def _replaced(config: Any, small: list[Any]) -> Any:
+def _with_quantized(config: Any, small: list[Any]) -> Any:
     """Returns a config with the configs of quantized layers in their places."""
     if isinstance(config, list):
-        return [_replaced(item, small) for item in config]
+        return [_with_quantized(item, small) for item in config]
     if not isinstance(config, dict):
         return config
     inner = config.get("config")
     if isinstance(inner, dict) and _HERE in inner:
         # In a functional model, a layer's config also says how the layer is connected.
         return {**config, **small[inner[_HERE]]}
-    return {key: _replaced(value, small) for key, value in config.items()}
+    return {key: _with_quantized(value, small) for key, value in config.items()}

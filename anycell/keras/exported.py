@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras import activations, layers
 
 from anycell import lang
+from anycell.keras.cells import ACTIVATIONS, activation_name
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import Fused
 from anycell.keras.weights import Weight
@@ -17,15 +18,6 @@ from anycell.layer.checks import refuse
 from anycell.layer.parts import Affine, FedBack, Part, Pointwise, Recurrent
 
 KINDS = keras.layers.Layer
-# Activations, and the functions of the cell language that they are.
-FUNCTIONS: dict[Any, Callable[..., Expr]] = {
-    activations.elu: lang.elu, activations.exponential: lang.exp,
-    activations.gelu: lang.gelu, activations.hard_sigmoid: lang.hard_sigmoid,
-    activations.log_sigmoid: lang.log_sigmoid, activations.relu: lang.relu,
-    activations.sigmoid: lang.sigmoid, activations.silu: lang.silu,
-    activations.softmax: lang.softmax, activations.softplus: lang.softplus,
-    activations.softsign: lang.softsign, activations.tanh: lang.tanh,
-}  # fmt: skip
 # In evaluation these return their input.
 NOTHING = (layers.InputLayer, layers.Dropout, layers.GaussianNoise, layers.GaussianDropout)
 
@@ -81,13 +73,16 @@ def _affine(layer: Any) -> Affine:
 
 
 def _activation(layer: Any) -> Iterator[Part]:
-    """The activation of a layer."""
-    function = layer.activation
-    if function in FUNCTIONS:
-        yield Pointwise(FUNCTIONS[function])
-    elif function is not activations.linear:
-        known = ", ".join(known.__name__ for known in FUNCTIONS)
-        refuse("model", f"{layer.name} with the activation {function!r}", f"linear, {known}")
+    """The activation of a layer, if it is not linear."""
+    if layer.activation is activations.softmax:  # which no gate has
+        yield Pointwise(lang.softmax)
+        return
+    name = activation_name(layer.activation)
+    if name is None:
+        expected = ", ".join(["softmax", *ACTIVATIONS])
+        refuse("model", f"{layer.name} with the activation {layer.activation!r}", expected)
+    if name != "linear":
+        yield Pointwise(ACTIVATIONS[name])
 
 
 def _norm(layer: Any) -> Pointwise:

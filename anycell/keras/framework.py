@@ -121,6 +121,11 @@ class TensorFlow(Numpy):
         return tf.range(tf.cast(steps, lengths.dtype))[:, None] < lengths[None]
 
 
+def sizes_of(x: Tensor, axes: int) -> list[Any]:
+    """The sizes of the first axes: numbers, or tensors where the graph does not know them."""
+    return [tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:axes])]
+
+
 def as_tensor(array: Array) -> Tensor:
     """Returns an eager tensor, on the array's own memory if possible."""
     if array.nbytes < 1 << 14 or array.ctypes.data % LINE or not array.flags.c_contiguous:

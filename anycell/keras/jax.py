@@ -27,12 +27,8 @@ from anycell.read import Reading
 from anycell.recent import add_recent
 
 
-def refusal(x: Tensor | None = None) -> str | None:
-    """Returns why the kernels cannot be called here and now, or None.
-
-    Args:
-        x: the input, if there is one yet.
-    """
+def refusal(gpu: bool, x: Tensor | None = None) -> str | None:
+    """Why the kernels cannot be called here and now, or None."""
     why = asked()
     if why is not None:
         return why
@@ -43,6 +39,26 @@ def refusal(x: Tensor | None = None) -> str | None:
     return None
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU."""
+    return gpu_visible()
+
+
+def gpu_visible() -> bool:
+    """Whether layers are placed on a GPU."""
+    return bool(jax.default_backend() != "cpu")
+
+
+def compiled() -> bool:
+    """Never: XLA does not leave out cuDNN's layers here."""
+    return False
+
+
+def obstacle() -> None:
+    """None: nothing is lost where the whole program is compiled."""
+    return None
+
+
 def unfit(layer: Layer) -> str | None:
     """Why no kernels run a layer on a card, or None."""
     chosen = on_card(layer, layer.dtype)
@@ -50,13 +66,16 @@ def unfit(layer: Layer) -> str | None:
 
 
 def run(layer: Layer, arrays: Arrays) -> Result:
-    """Runs a layer on the fused kernels, or step by step if this is the layer's engine; outside of
-    ``jax.jit``, compiled once for each shape.
-    """
+    """Runs a layer on the fused kernels; outside of ``jax.jit``, compiled once for each shape."""
     options = layer.options if layer.outputs else layer.options.unread()
     return _run(
         layer._replace(options=options._replace(threads=cpu.threads.current())), dict(arrays)
     )
+
+
+def composite(layer: Layer, arrays: Arrays) -> Result:
+    """Runs a layer step by step, within one loop of JAX."""
+    return run(layer._replace(engine="reference"), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -93,8 +112,8 @@ def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[An
     body = _body(step, masks, False)
     with keras.StatelessScope():
         looped = functools.partial(jax.lax.scan, body, first, (zeros(x, 2), None))
-        read, reason = Traced(looped).road()
-    return reason if read is None else Step(read.reading)
+        body = Traced(looped).body()
+    return body if isinstance(body, str) else Step(body.reading)
 
 
 @dataclass(frozen=True, eq=False)

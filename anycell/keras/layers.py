@@ -13,24 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from keras import activations, ops, tree
+from keras import ops, tree
 
 from anycell.explanation import Explained, Explanation, about_layer
 from anycell.keras import cells, reading
-from anycell.keras.backends import (
-    compiled,
-    gpu_visible,
-    obstacle_of_xla,
-    on_gpu,
-    refusal,
-    uncompiled,
-    unfit,
-)
+from anycell.keras.backends import home, uncompiled
 from anycell.keras.call import (
     Arrays,
     Tensor,
@@ -43,7 +34,6 @@ from anycell.keras.call import (
     tensor,
 )
 from anycell.keras.cell import RNNCell, check_cell_and_units, deserialize, gathered
-from anycell.keras.composite import composite
 from anycell.keras.rule import FUSED, OURS, Facts, asked, choose
 from anycell.keras.streaming import Keywords, Steps
 from anycell.keras.weights import REWRITE
@@ -109,14 +99,15 @@ class Fused(Steps, Keywords, Explained):
         """Returns the cell in anycell's language, or why it cannot be expressed there."""
         raise NotImplementedError
 
-    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
-        step, cell, backend = self._step(), self.cell, keras.backend.backend()
+    def _facts(self, training: bool, gpu: bool, refusal: str | None) -> Facts:
+        step, cell = self._step(), self.cell
         if isinstance(step, str):
-            return Facts(None, backend, gpu, obstacle=step, traced=traced)
+            return Facts(None, gpu, obstacle=step)
         dropped = training and cell.recurrent_dropout and not self._dropped_by_kernel(step)
         # Keras's loops cannot reset.
         reset = _arguments.get().get("resets") is not None and not dropped
-        integers = hasattr(cell, "numbers") and backend != "jax"  # where their real numbers run
+        # JAX runs the real numbers that integers stand for.
+        integers = hasattr(cell, "numbers") and keras.backend.backend() != "jax"
         me: Any = self
         layer = Layer(
             step,
@@ -127,15 +118,18 @@ class Fused(Steps, Keywords, Explained):
             unroll=me.unroll,
         )
         return Facts(
-            layer=layer,
-            backend=backend,
-            gpu=gpu,
-            unfit=unfit(layer) if gpu else None,
-            cudnn=gpu and self._cudnn() and not reset and not compiled(),
+            layer,
+            gpu,
+            cudnn=gpu and self._cudnn() and not reset and not home().compiled(),
             drop_in=self._drop_in and not reset,
             obstacle=_DROPPED if dropped else None,
-            traced=traced,
+            refusal=refusal or (home().unfit(layer) if gpu else None),
         )
+
+    def _here(self, training: bool = False) -> Facts:
+        """The facts here and now."""
+        gpu = home().gpu_visible()
+        return self._facts(training, gpu, home().refusal(gpu))
 
     def _dropped_by_kernel(self, step: Cell) -> bool:
         """Whether the kernel can apply the masks of recurrent dropout in the recurrent matmul."""
@@ -151,24 +145,24 @@ class Fused(Steps, Keywords, Explained):
     @property
     def engine(self) -> Engine:
         """The engine that runs the layer in inference, here and now, and why."""
-        return choose(self._facts(False, gpu_visible(), refusal()))
+        return choose(self._here())
 
     def explain(self, training: bool = True, **shown: Any) -> Explanation:
         """Describes this layer before it runs: the engine that runs it, in training or inference,
         and why; then what ``anycell.explain`` says of its cell. See there for ``shown``.
         """
-        facts = self._facts(training, gpu_visible(), refusal())
+        facts = self._here(training)
         about = f"{self.name}: {'training' if training else 'inference'}"  # type: ignore[attr-defined]
         return about_layer(about, choose(facts), facts.layer, **shown)
 
     def _layer(self) -> Layer | None:
-        return self._facts(False, gpu_visible(), refusal()).layer
+        return self._here().layer
 
     @property
     def supports_jit(self) -> bool:
         """Whether XLA may compile a model with this layer, which must not lose its kernels."""
-        fused = choose(self._facts(False, gpu_visible(), asked())).name == "cpu"
-        return vars(self).get("supports_jit", True) and not (fused and obstacle_of_xla())
+        fused = choose(self._facts(False, home().gpu_visible(), asked())).name == "cpu"
+        return vars(self).get("supports_jit", True) and not (fused and home().obstacle())
 
     @supports_jit.setter
     def supports_jit(self, value: bool) -> None:
@@ -199,7 +193,9 @@ class Fused(Steps, Keywords, Explained):
         training = bool(training)
         if "complex" in str(sequences.dtype):  # saves other dtypes a call
             real("sequences", sequences)
-        facts = self._facts(training, gpu := on_gpu(sequences), refusal(sequences, gpu))
+        here = home()
+        gpu = here.on_gpu(sequences)
+        facts = self._facts(training, gpu, here.refusal(gpu, sequences))
         engine, reason = choose(facts)
         resets = _arguments.get().get("resets")
         if engine in ("keras", "cudnn") and resets is not None:
@@ -209,9 +205,8 @@ class Fused(Steps, Keywords, Explained):
         if mask is not None:
             mask = _as_tensor(mask, sequences)
         if engine in ("keras", "cudnn"):
-            if mask is not None and engine == "keras":  # NaN under a mask must reach no gradient
-                zeros = ops.zeros_like(sequences)
-                sequences = ops.where(ops.expand_dims(mask, -1), sequences, zeros)
+            if mask is not None and engine == "keras":
+                sequences = reading.zeroed(sequences, mask)
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         states = list(initial_state) if tree.is_nested(initial_state) else [initial_state]
         states = [for_all(tensor(state, self.cell.compute_dtype), sequences) for state in states]
@@ -224,11 +219,7 @@ class Fused(Steps, Keywords, Explained):
         if resets is not None:
             arrays["resets"] = ops.swapaxes(flags("resets", resets), 0, -1)
         check(layer, arrays)
-        name, run = keras.backend.backend(), composite
-        if engine in OURS or name == "jax":
-            run = import_module(f"anycell.keras.{name}").run
-            layer = layer if engine in OURS else layer._replace(engine="reference")
-        outputs, final = run(layer, arrays)
+        outputs, final = (here.run if engine in OURS else here.composite)(layer, arrays)
         return self._as_keras(layer, outputs, final, mask)
 
     def _lasting(self, states: Any) -> Any:
@@ -251,16 +242,10 @@ class Fused(Steps, Keywords, Explained):
         """Returns results like Keras's loop: batch first, steps in the order of processing."""
         last, (reverse,) = final[0], layer.options.reverse
         if mask is not None and not self._begins_held(layer):
-            # Before a row's first step Keras repeats zeros, not the initial state.
-            held = not layer.options.apart(True)
-            seen = ops.any(mask, axis=0) if held else mask[0 if reverse else -1]
-            last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
-            if outputs is not None and held:
-                ahead = ops.flip(mask, axis=0) if reverse else mask
-                begun = ops.cumsum(ops.cast(ahead, "int32"), axis=0) > 0
-                begun = ops.flip(begun, axis=0) if reverse else begun
-                begun = ops.expand_dims(begun, -1)
-                outputs = ops.where(begun, outputs, ops.zeros_like(outputs))
+            loop = reading.LoopOptions(reverse, layer.options.apart(True), outputs is not None)
+            last = reading.last_output(last, mask, loop)
+            if loop.every and not loop.zero:  # else the kernel has set them to zero
+                outputs = reading.masked(outputs, mask, loop, held=True)
         if outputs is None:
             return last, ops.expand_dims(last, 1), list(final)
         outputs = ops.transpose(outputs, (1, 0, 2))
@@ -317,7 +302,7 @@ class DropIn(Fused):
         named = {}
         for argument in ("activation", "recurrent_activation"):
             if (value := getattr(self.cell, argument, None)) is not None:
-                if (name := _name(value)) is None:
+                if (name := cells.activation_name(value)) is None:
                     shown = getattr(value, "__name__", type(value).__name__)
                     return f"{argument}={shown} is not in the cell language"
                 named[argument] = name
@@ -340,11 +325,11 @@ class DropIn(Fused):
         return masked == [step.gates] and super()._dropped_by_kernel(step)
 
     def _cudnn(self) -> bool:
-        cell = self.cell
+        cell, name = self.cell, cells.activation_name
         return (
             isinstance(self, (keras.layers.LSTM, keras.layers.GRU))
             and isinstance(self, _KINDS[type(cell)].layer)
-            and (_name(cell.activation), _name(cell.recurrent_activation)) == ("tanh", "sigmoid")
+            and (name(cell.activation), name(cell.recurrent_activation)) == ("tanh", "sigmoid")
             and cell.use_bias
             and not self.unroll
             and not cell.recurrent_dropout
@@ -358,7 +343,7 @@ class DropIn(Fused):
         then ``Bidirectional`` does not run both directions by cuDNN, past ``inner_loop``.
         """
         given: bool | str = vars(self).get("use_cudnn", "auto")
-        facts = self._facts(False, gpu_visible(), None)
+        facts = self._facts(False, home().gpu_visible(), None)
         past = facts.layer is None or choose(facts).name in OURS
         return False if given == "auto" and past else given
 
@@ -385,28 +370,20 @@ class DropIn(Fused):
 
         # Keras draws the masks, before the loop, so that a seed gives Keras's masks: one for all
         # gates, or a list of one per gate.
-        kernel = cell.kernel
         if training and self._drops(cell.dropout):
             masks = cell.get_dropout_mask(x[0])
             if isinstance(masks, list):  # each gate has its own input, and so its own projection
-                parts = zip(masks, ops.split(read(kernel), len(masks), axis=1), strict=True)
-                x, kernel = ops.concatenate([ops.matmul(x * m, k) for m, k in parts], axis=-1), None
+                parts = zip(masks, ops.split(read(cell.kernel), len(masks), axis=1), strict=True)
+                x = ops.concatenate([ops.matmul(x * m, k) for m, k in parts], axis=-1)
+                more["weight_ih"] = None
             else:
                 x = x * masks
         if training and self._drops(cell.recurrent_dropout):
             masks = cell.get_recurrent_dropout_mask(states[0])
             more["recurrent_mask"] = ops.stack(masks) if isinstance(masks, list) else masks
         named = _KINDS[type(cell)].symbolic  # whatever its activations, the states are these
-        more |= {"x": x, "weight_ih": kernel, **self._further()}
+        more |= {"x": x, **self._further()}
         return gathered(cell, named, more, states, read)
-
-
-def _name(function: Any) -> str | None:
-    """Returns the name of a function of Keras that the cell language has, else None."""
-    for name in cells.ACTIVATIONS:
-        if function is getattr(activations, name, None):
-            return name
-    return None
 
 
 @keras.saving.register_keras_serializable("anycell")
@@ -500,18 +477,17 @@ class OfCell(DropIn, keras.layers.RNN):
     whose step cannot be read runs in Keras's loop, and ``engine`` says why.
     """
 
-    def _facts(self, training: bool, gpu: bool, traced: str | None) -> Facts:
+    def _facts(self, training: bool, gpu: bool, refusal: str | None) -> Facts:
         if changed(self.cell) is None or _arguments.get().get("resets") is not None:
-            return super()._facts(training, gpu, traced)
-        return self._facts_of(read_of(self, training), gpu, traced)
+            return super()._facts(training, gpu, refusal)
+        return self._facts_of(read_of(self, training), gpu, refusal)
 
-    def _facts_of(self, step: Any, gpu: bool, traced: str | None) -> Facts:
-        backend = keras.backend.backend()
+    def _facts_of(self, step: Any, gpu: bool, refusal: str | None) -> Facts:
         if isinstance(step, str):
-            return Facts(None, backend, gpu, obstacle=step, traced=traced)
+            return Facts(None, gpu, obstacle=step)
         layer = step.reading.layer._replace(dtype=self.cell.compute_dtype)
-        why = unfit(layer) if gpu else None
-        return Facts(layer, backend, gpu, why, drop_in=True, traced=traced or reading.unreadable())
+        refusal = refusal or reading.unreadable() or (home().unfit(layer) if gpu else None)
+        return Facts(layer, gpu, drop_in=True, refusal=refusal)
 
     def inner_loop(
         self, sequences: Tensor, initial_state: Any, mask: Any, training: bool = False
@@ -524,7 +500,8 @@ class OfCell(DropIn, keras.layers.RNN):
         states = initial_state if tree.is_nested(initial_state) else [initial_state]
         sort = reading.Sort.of(sequences, states, masks)
         step = reading.elsewhere(self.cell) or _readings(self).step(self.cell, training, sort)
-        facts = self._facts_of(step, gpu := on_gpu(sequences), refusal(sequences, gpu))
+        gpu = home().on_gpu(sequences)
+        facts = self._facts_of(step, gpu, home().refusal(gpu, sequences))
         if choose(facts).name not in OURS or _arguments.get().get("resets") is not None:
             return super().inner_loop(sequences, initial_state, mask, training)
         # Perhaps the step was not read when it was called first.
@@ -532,9 +509,7 @@ class OfCell(DropIn, keras.layers.RNN):
             return self._loop_of_keras()(sequences, initial_state, mask=mask, training=training)
         if mask is not None:
             mask = for_all(_as_tensor(mask, sequences), sequences)
-            shape = (*ops.shape(mask), *[1] * (len(sequences.shape) - 2))
-            present = ops.reshape(mask, shape)
-            sequences = ops.where(present, sequences, ops.zeros_like(sequences))
+            sequences = reading.zeroed(sequences, mask)
         loop = reading.LoopOptions(
             self.go_backwards, self.zero_output_for_mask, self.return_sequences
         )
@@ -664,12 +639,11 @@ class RNN(Fused, keras.layers.RNN):
 
     def _arrays(self, x: Tensor, states: Sequence[Tensor], training: bool) -> Arrays:
         drawn = self.cell.masks(x[0], states[0], training)
-        factor = drawn.pop("factor", None)
         static = _arguments.get().get("static")
         if static is not None:
             values = real("static", tensor(static, self.cell.compute_dtype))
             drawn["static"] = ops.cast(values, self.cell.compute_dtype)
-        return self.cell.gather(x if factor is None else x * factor, states, **drawn)
+        return self.cell.gather(x, states, **drawn)
 
     def reset_state(self) -> None:
         """Sets the states of a stateful layer to the values that the cell declares."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from keras import ops, tree
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell  # keras.layers.RNN looks for it
 
 from anycell.keras.call import Tensor
+from anycell.layer.compression import replaced
 from anycell.read import Refused, definition
 from anycell.read.places import module_variables
 from anycell.read.watched import Watched, same, value_of
@@ -281,17 +282,13 @@ def _places(cell: Any) -> Iterator[tuple[Any, str, Any]]:
                 yield layer, name, masks
 
 
-@contextmanager
-def _given(cell: Any, masks: Sequence[Tensor]) -> Iterator[None]:
-    """Puts other masks in the place of those that were drawn."""
-    places, left = list(_places(cell) if masks else ()), iter(masks)
-    try:
-        for layer, name, drawn in places:
-            setattr(layer, name, tree.map_structure(lambda _: next(left), drawn))
-        yield
-    finally:
-        for layer, name, drawn in places:
-            setattr(layer, name, drawn)
+def _given(cell: Any, masks: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """A context with other masks in the place of those that were drawn."""
+    places, left = _places(cell) if masks else (), iter(masks)
+    return replaced(
+        (layer, name, tree.map_structure(lambda _: next(left), drawn))
+        for layer, name, drawn in places
+    )
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -328,6 +325,26 @@ def over_time(
     return last, ops.swapaxes(outputs, 0, 1), final
 
 
+def last_output(last: Tensor, mask: Tensor, options: LoopOptions) -> Tensor:
+    """The last output like that of Keras's loop, see ``masked``, from the last state."""
+    seen = mask[0 if options.reverse else -1] if options.zero else ops.any(mask, axis=0)
+    return zeroed(last, seen)
+
+
+def zeroed(values: Tensor, shown: Tensor) -> Tensor:
+    """The values where flags, which have the first axes alone, are true; zeros elsewhere, even in
+    place of NaN, which must reach no gradient.
+    """
+    return ops.where(_spread(shown, values), values, ops.zeros_like(values))
+
+
+def _spread(flags: Tensor, like: Tensor) -> Tensor:
+    """Flags, or positions, with further axes of one element, as many as ``like`` has."""
+    for _ in range(len(like.shape) - len(flags.shape)):
+        flags = ops.expand_dims(flags, -1)
+    return flags
+
+
 def masked(outputs: Tensor, mask: Tensor, options: LoopOptions, held: bool) -> Tensor:
     """Outputs ``[T, B, ...]`` like those of Keras's loop at masked steps: zero, or the output of
     the step before, and zero before a row's first step.
@@ -343,13 +360,10 @@ def masked(outputs: Tensor, mask: Tensor, options: LoopOptions, held: bool) -> T
         return ops.flip(counts, axis=0) if options.reverse else counts
 
     counts = count(mask)
-    shown = mask if options.zero else counts > 0
     if not (options.zero or held):
         # The k-th of a row's steps that are not masked is the k-th in this order.
         time = count(ops.ones_like(mask))
         order = ops.argsort(ops.where(mask, time, time + ops.shape(mask)[0]), axis=0)
         at = ops.take_along_axis(order, ops.maximum(counts - 1, 0), axis=0)
-        lead = tuple(range(2, len(outputs.shape)))
-        outputs = ops.take_along_axis(outputs, ops.expand_dims(at, lead), axis=0)
-    shown = ops.reshape(shown, (*ops.shape(shown), *[1] * (len(outputs.shape) - 2)))
-    return ops.where(shown, outputs, ops.zeros_like(outputs))
+        outputs = ops.take_along_axis(outputs, _spread(at, outputs), axis=0)
+    return zeroed(outputs, mask if options.zero else counts > 0)

@@ -47,26 +47,22 @@ class Facts:
     Attributes:
         layer: its step in anycell's language, in the dtype of the computation; None if the step
             cannot be expressed there.
-        backend: "tensorflow", "torch", "jax", or another of Keras's.
         gpu: whether the layer is placed on a GPU.
-        unfit: why the kernels of a GPU cannot run the layer there, if there is a reason.
         cudnn: whether Keras's cuDNN path takes the layer: ``LSTM`` or ``GRU`` of default
             activations, with bias, without recurrent dropout and unrolling.
         drop_in: whether the layer is a subclass of Keras's layer, which has a loop of its own.
         obstacle: why neither the kernel nor cuDNN can run it, if there is a reason: an activation,
             recurrent dropout in training.
-        traced: why no code outside the graph can be called, if there is a reason: TensorFlow's
-            XLA, export, ``step_by_step``.
+        refusal: why no kernel can be called here, if there is a reason: the backend, TensorFlow's
+            XLA, export, ``step_by_step``; or why none on a GPU runs the layer.
     """
 
     layer: Layer | None
-    backend: str = "tensorflow"
     gpu: bool = False
-    unfit: str | None = None
     cudnn: bool = False
     drop_in: bool = False
     obstacle: str | None = None
-    traced: str | None = None
+    refusal: str | None = None
 
 
 def choose(facts: Facts) -> Engine:
@@ -80,14 +76,10 @@ def choose(facts: Facts) -> Engine:
     loop = "keras" if facts.drop_in or facts.layer is None else "composite"
     if facts.obstacle is not None:
         return Engine(loop, facts.obstacle)
-    if facts.gpu and facts.cudnn and facts.backend in FUSED:
+    if facts.cudnn:
         return Engine("cudnn", "a layer that cuDNN knows, through Keras")
-    if facts.traced is not None:
-        return Engine(loop, facts.traced)
-    if facts.backend not in FUSED:
-        return Engine(loop, f"no way to call the kernels from Keras's backend {facts.backend!r}")
-    if facts.unfit is not None:
-        return Engine(loop, facts.unfit)
+    if facts.refusal is not None:
+        return Engine(loop, facts.refusal)
     assert facts.layer is not None
     engine = "gpu" if facts.gpu else "cpu"
     chosen = planned(facts.layer, engine)

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras import ops
 
 from anycell import read
 from anycell.engines import cpu
 from anycell.keras.call import TURNED, Tensor
+from anycell.keras.framework import sizes_of
 from anycell.keras.graph import Traced, World
-from anycell.keras.reading import MOST, LoopCall, LoopOptions, masked, over_time
+from anycell.keras.reading import MOST, LoopCall, LoopOptions, last_output, masked, over_time
 from anycell.keras.rule import OURS
 from anycell.keras.tensorflow import engine_of, recur, watched
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
+from anycell.recent import add_recent
 
 
 class Arrays(read.Arrays):
@@ -30,6 +31,7 @@ class Arrays(read.Arrays):
     cat = staticmethod(tf.concat)
     cast = staticmethod(tf.cast)
     zeros = staticmethod(tf.zeros)
+    constant = staticmethod(tf.constant)
     transpose = staticmethod(tf.transpose)
 
     @staticmethod
@@ -41,10 +43,6 @@ class Arrays(read.Arrays):
         ):
             return array
         return tf.broadcast_to(array, shape)
-
-    @staticmethod
-    def constant(array: np.ndarray, dtype: Any) -> Tensor:
-        return tf.constant(array, dtype)
 
     @staticmethod
     def reshape(array: Tensor, shape: Sequence[Any]) -> Tensor:
@@ -75,9 +73,7 @@ class Run:
     def __init__(
         self, traced: Traced, x: Tensor, others: Mapping[Variable, Tensor], more: Any
     ) -> None:
-        self.steps, self.rows = (
-            tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])
-        )
+        self.steps, self.rows = sizes_of(x, 2)
         self.dtype, self.memo = x.dtype, dict[Any, Any]()
         self._traced, self._x = traced, x
         self._once = World(traced, self.rows, others, **more)
@@ -211,8 +207,7 @@ def loop(step: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     taped = watched([*flat, *outer])
     sort = options, counts, taped, cpu.threads.current()
     if taped is None or sort not in step.functions:
-        step.functions = step.functions if len(step.functions) < MOST else {}
-        step.functions[sort] = None
+        add_recent(step.functions, sort, None, MOST)
         return _loop(step, options, counts, flat)
     if step.functions[sort] is None:
         body = functools.partial(_alone, step, options, counts, taped)
@@ -220,9 +215,7 @@ def loop(step: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
     function, known = step.functions[sort]
     shapes = tuple([tensor.shape for tensor in flat])
     if shapes not in known:  # a function looks longer for the graph that fits its arguments
-        known = known if len(known) < MOST else {}
-        known[shapes] = function.get_concrete_function(*flat)
-        step.functions[sort] = function, known
+        add_recent(known, shapes, function.get_concrete_function(*flat), MOST)
     last, outputs, final = known[shapes](*flat)
     return last, outputs, list(final)
 
@@ -258,10 +251,9 @@ def _loop(
             assert outputs is not None
             outputs = outputs if mask is None else masked(outputs, mask, options, False)
             return outputs[end], outputs, final
-        last = final[step.of_state]  # which is held under a mask
+        last = final[step.of_state]
         if mask is not None:
-            seen = mask[end] if options.zero else ops.any(mask, axis=0)
-            last = ops.where(ops.expand_dims(seen, -1), last, ops.zeros_like(last))
+            last = last_output(last, mask, options)
             outputs = None if outputs is None else masked(outputs, mask, options, True)
         return last, outputs, final
 

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops, tree
 from keras.src import backend  # the scope in which Keras calls layers has no public name
 
-from anycell.keras.backends import as_written, recorded
+from anycell.keras.backends import as_written, home
 from anycell.keras.call import Tensor, expect, flags, for_all, real, tensor
 from anycell.keras.rule import planned
 from anycell.keras.weights import described, weights_of
@@ -126,7 +126,7 @@ class Steps:
         packed = self._prepared
         eager = hasattr(x, "numpy")  # symbols of a graph lack this method
         stream = None if packed.stale(me) else packed.stream
-        if stream is not None and eager and not recorded((x, *before, static)):
+        if stream is not None and eager and not home().recorded((x, *before, static)):
             return self._packed_step(stream, x, before, static)
         with me._beside(static=static), backend.AutocastScope(dtype):
             last, _, final = me.inner_loop(ops.expand_dims(x, 1), before, None, False)

@@ -32,7 +32,7 @@ from anycell.keras import xla
 from anycell.keras.call import TURNED, Arrays, Result, Tensor, check, dequantized
 from anycell.keras.composite import composite
 from anycell.keras.framework import TensorFlow
-from anycell.keras.rule import Facts, asked, choose, planned
+from anycell.keras.rule import OURS, Facts, asked, choose, planned
 from anycell.keras.tensor_passes import (
     CONTROL_FLOW,
     FLAGS,
@@ -60,7 +60,7 @@ def on_gpu(x: Tensor) -> bool:
     return "CPU" not in x.device and gpu_visible()  # a graph places what has no device of its own
 
 
-def recorded() -> bool:
+def recorded(tensors: Sequence[Any]) -> bool:
     """Whether a tape, or an accumulator of forward mode, may watch what is computed now."""
     return bool(record.could_possibly_record())
 
@@ -80,7 +80,7 @@ def watched(values: Sequence[Any]) -> tuple[bool, ...] | None:
     return tuple([bool(record.should_record_backprop([tensor])) for tensor in tensors])
 
 
-def refusal(gpu: bool) -> str | None:
+def refusal(gpu: bool, x: Tensor | None = None) -> str | None:
     """Returns why the kernels cannot be called here and now, or None, from what is being traced.
 
     Args:
@@ -96,13 +96,11 @@ def refusal(gpu: bool) -> str | None:
     return None
 
 
-def unfit(layer: Layer, gpu: bool) -> str | None:
-    """Why no kernels run a layer here, or None."""
-    chosen = planned(layer, "gpu" if gpu else "cpu")
+def unfit(layer: Layer) -> str | None:
+    """Why no kernels run a layer on a GPU, or None."""
+    chosen = planned(layer, "gpu")
     if isinstance(chosen, str):
         return chosen
-    if not gpu:
-        return None
     if len(tf.config.list_logical_devices("GPU")) > 1:
         return "the kernels run on one GPU, and there are several: hide all others"
     if layer.sequences:
@@ -110,10 +108,11 @@ def unfit(layer: Layer, gpu: bool) -> str | None:
     return card.reason(xla.XlaCard.of(chosen.dtype), chosen, doubt)
 
 
-def engine_of(layer: Layer) -> Engine:
-    """The engine that runs a layer here and now, and why; see ``recur``."""
-    gpu = gpu_visible()
-    return choose(Facts(layer, gpu=gpu, unfit=unfit(layer, gpu), traced=refusal(gpu)))
+def engine_of(layer: Layer, x: Tensor | None = None) -> Engine:
+    """The engine that runs a layer here and now, for x if there is one, and why; see ``recur``."""
+    gpu = gpu_visible() if x is None else on_gpu(x)
+    why = unfit(layer) if gpu else None
+    return choose(Facts(layer, gpu, refusal=refusal(gpu) or why))
 
 
 @functools.cache
@@ -138,18 +137,19 @@ def _exporting() -> bool:
     return False
 
 
+@tf.autograph.experimental.do_not_convert
 def recur(layer: Layer, arrays: Arrays, sure: bool = False) -> Result:
     """Runs a layer on the kernels where they can be called, else step by step.
 
     Args:
         sure: whether no gradients can be wanted but those that a tape of now records.
     """
-    gpu = on_gpu(arrays["x"])
-    why = unfit(layer._replace(dtype=arrays["x"].dtype.name), gpu) or refusal(gpu)
-    if layer.engine == "cpu" and (gpu or why is not None):
-        why = why or "x is on a GPU"
+    x = arrays["x"]
+    engine, why = engine_of(layer._replace(dtype=x.dtype.name), x)
+    if layer.engine == "cpu" and engine != "cpu":
+        why = "x is on a GPU" if engine == "gpu" else why
         refuse("engine", f"'cpu', but {why}", "None or 'reference'", "Leave it out.")
-    elsewhere = layer.engine == "reference" or why is not None
+    elsewhere = layer.engine == "reference" or engine not in OURS
     # Variables are read here, outside the gradient.
     arrays = {name: tf.convert_to_tensor(array) for name, array in arrays.items()}
     check(layer, arrays)

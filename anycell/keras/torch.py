@@ -13,13 +13,16 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.torch.core import get_device
 
 from anycell.keras.call import Arrays, Result, Tensor, lowered
+from anycell.keras.composite import composite as composite
 from anycell.keras.reading import CellStep, LoopCall, masked, over_time
+from anycell.keras.rule import asked
 from anycell.plan import Layer
 from anycell.read import Reading, places
 from anycell.torch import functional
 from anycell.torch.around import Surroundings
 from anycell.torch.fused import plan_on
-from anycell.torch.loops import obstacle
+from anycell.torch.loops import obstacle as unread
+from anycell.torch.observers import observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.stepwise import Steps, stepwise
@@ -33,6 +36,37 @@ def run(layer: Layer, arrays: Arrays) -> Result:
     with torch.autocast(tensors["x"].device.type, enabled=False):
         outputs, final, _ = functional.run_layer(layer, tensors)
     return outputs if layer.outputs else None, tuple(state[0] for state in final)
+
+
+def refusal(gpu: bool, x: Tensor | None = None) -> str | None:
+    """Why the kernels cannot be called here and now, or None."""
+    return asked()
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU."""
+    return bool(x.device.type != "cpu")
+
+
+def gpu_visible() -> bool:
+    """Whether layers are placed on a GPU."""
+    return bool(torch.cuda.is_available())
+
+
+def compiled() -> bool:
+    """Never: XLA does not leave out cuDNN's layers here."""
+    return False
+
+
+def obstacle() -> None:
+    """None: nothing is lost where the whole program is compiled."""
+    return None
+
+
+def recorded(tensors: Sequence[Any]) -> bool:
+    """Whether a gradient may be wanted of these, or torch must see the operation."""
+    wanted = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+    return wanted or observed()
 
 
 def unfit(layer: Layer) -> str | None:
@@ -79,7 +113,7 @@ def unreadable() -> str | None:
     """Why steps that were read cannot run here and now, or None."""
     if in_stateless_scope():
         return "a StatelessScope of Keras has values of its own for variables"
-    return obstacle()
+    return unread()
 
 
 def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[Any]) -> Step | str:

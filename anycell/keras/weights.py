@@ -11,7 +11,7 @@ import numpy.typing as npt
 from keras import ops
 
 from anycell.keras.call import Tensor
-from anycell.keras.cell import RNNCell
+from anycell.keras.cell import RNNCell, learned
 from anycell.lang.cell import Cell
 from anycell.lang.namespaces import namespace
 from anycell.layer.checks import refuse
@@ -114,10 +114,9 @@ def weights_of(layer: Any, parts: bool = False) -> dict[str, Any]:
     """
     weights: dict[str, Any] = {}
     for part, end in zip(directions(layer), ENDS, strict=False):
-        cell, bias = part.cell, part.cell.bias
-        named = {"weight_ih": cell.kernel, "weight_hh": cell.recurrent_kernel}
-        named |= getattr(cell, "_further", {})
-        weights |= {name + end: Weight(v) for name, v in named.items() if v is not None}
+        cell, named = part.cell, learned(part.cell)
+        bias = named.pop("bias_ih", None)
+        weights |= {name + end: Weight(v) for name, v in named.items()}
         rows = () if bias is None else (None,) if len(bias.shape) == 1 else (0, 1)
         for name, row in zip(("bias_ih", "bias_hh"), rows, strict=False):
             weights[name + end] = Weight(bias, row)

@@ -29,7 +29,7 @@ from anycell import cells
 from anycell.engines.cpu import xla
 from anycell.engines.gpu import xla as of_card
 from anycell.keras.composite import composite
-from anycell.keras.framework import NAMESPACE
+from anycell.keras.framework import NAMESPACE, sizes_of
 from anycell.lang.cell import Cell
 from anycell.layer import card, foreign
 from anycell.layer.card import TracedDevice
@@ -347,8 +347,7 @@ class XlaCard(TracedDevice, Xla):
         turned = {"transpose_a": rows.turned, "transpose_b": b.turned}
         made = tf.matmul(rows.tensor, b.tensor, **turned)
         if len(a.shape) > 2:
-            sizes = enumerate(a.tensor.shape[:-1])
-            lead = [tf.shape(a.tensor)[k] if n is None else n for k, n in sizes]
+            lead = sizes_of(a.tensor, len(a.shape) - 1)
             made = tf.reshape(made, [*lead, b.shape[-1]])
         return Buffer(made, (*a.shape[:-1], b.shape[-1]))
 

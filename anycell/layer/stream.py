@@ -212,17 +212,11 @@ class Stream:
 
     def _pack(self, weights: Mapping[str, Array], threads: int) -> _Packed:
         """Packs the weights of a layer."""
-        inputs, blocks = weights["weight_ih"].shape[1], list[cpu.Block]()
+        inputs = weights["weight_ih"].shape[1]
         learned = contract.weights(self.host, self.plan, weights, inputs)
-        draft = Draft(self.host, learned, Options(threads=threads))
-
-        def packed(size: int) -> View:
-            blocks.append(cpu.Block(size))
-            return draft.keep(blocks[0], blocks[0].address, blocks[0].address + size)
-
-        recipe = draft_packing(draft, self.plan, inputs, packed)
-        recipe.run([learned[name] for name in recipe.names], draft.options)
-        return _Packed(projecting(self.plan, inputs), blocks[0], unpacked(self.plan, learned))
+        plan = projecting(self.plan, inputs)
+        block = pack(self.host, plan, learned, inputs, Options(threads=threads))
+        return _Packed(plan, block, unpacked(self.plan, learned))
 
     def _draft(self, rows: int, threads: int, arrays: Mapping[str, Array]) -> DraftedStep:
         """Drafts the step for this number of rows, and for arrays of these names."""
@@ -247,18 +241,33 @@ class Stream:
         )
 
 
+def pack(
+    host: Framework, plan: Plan, learned: Mapping[str, Array], inputs: int, options: Options
+) -> cpu.Block:
+    """Packs what a layer learns for its kernel; see ``draft_packing``."""
+    draft, blocks = Draft(host, learned, options), list[cpu.Block]()
+
+    def packed(size: int) -> View:
+        blocks.append(cpu.Block(size))
+        return draft.keep(blocks[0], blocks[0].address, blocks[0].address + size)
+
+    recipe = draft_packing(draft, plan, inputs, packed)
+    recipe.run([learned[name] for name in recipe.names], options)
+    return blocks[0]
+
+
 def draft_packing(
-    draft: Draft, whole: Plan, inputs: int, packed: Callable[[int], View] | None = None
+    draft: Draft, plan: Plan, inputs: int, packed: Callable[[int], View] | None = None
 ) -> Recipe:
     """Ends a draft of the packing of a layer's weights, which are the arrays of the draft.
 
     Args:
-        whole: the plan of the layer, see ``projecting``.
+        plan: of the kernel that reads them.
         inputs: the last axis of x.
         packed: returns the memory of packed weights from its size; None for an array that the call
             makes.
     """
-    plan, views = projecting(whole, inputs), dict(draft.views)
+    views = dict(draft.views)
     views["x"] = draft.constant(draft.host.empty((1, 1, inputs)))
     packed = packed or (lambda size: draft.new((size,), "zeros"))  # also what is between weights
     tables = PassTables(draft, plan, draft.options, False, False, views, packed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -156,14 +157,11 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Seque
     """A layer as a value, with its dtype; the weights of its layers, and weight and bias of its
     readout, if it has one; whether rows come first.
     """
-    kinds = [k.__module__.split(".") for k in type(getattr(layer, "forward_layer", layer)).__mro__]
-    framework = next((name[1] for name in kinds if name[0] == "anycell" and len(name) > 2), "")
-    if framework in ("torch", "numpy", "keras"):
-        importlib.import_module(f"anycell.{framework}.compress")
     known, inner, readout = compression(layer), layer, tuple[Any, ...]()
-    if framework != "jax" and params is not None:
+    of_jax = isinstance(layer, getattr(sys.modules.get("anycell.jax"), "RNN", ()))
+    if params is not None and not of_jax:
         refuse("params", type(params).__name__, "None but for a layer of JAX", "Leave it out.")
-    if framework == "jax" and hasattr(layer, "init"):
+    if of_jax:
         record, arrays = layer._layer(), layer._params(params)
         count = len(record.options.reverse)
         learned = [of_layer(record.cell, arrays, k, count) for k in range(layer.num_layers)]
@@ -186,11 +184,11 @@ def _seen(layer: Any, params: Any) -> tuple[Layer, list[dict[str, Array]], Seque
         refuse("layer", "weights of 8 bits", "real numbers", hint)
     dtype = "float64" if "float64" in kind else "float32"
     if inner is not layer:
-        exported = importlib.import_module(f"anycell.{framework}.exported")
+        exported = importlib.import_module(f"{known.framework}.exported")
         both: Any = opened(next(exported.parts(layer)), dtype)
         (_, record, learned, _), readout = both
     weights = [{n: numbers(w).astype(dtype) for n, w in named.items()} for named in learned]
-    first = getattr(inner, "batch_first", framework == "keras")
+    first = getattr(inner, "batch_first", True)  # of Keras, which says nothing
     return record._replace(dtype=dtype), weights, readout, first
 
 

@@ -13,6 +13,7 @@ Example:
 
 from typing import Any
 
+from anycell.refusal import missing
 from anycell.requirement import require
 
 require("tensorflow", "anycell.tf1", extra="tensorflow")
@@ -61,10 +62,11 @@ _INSTEAD = {
 }
 
 
+_missing = missing(__name__, __all__)
+
+
 def __getattr__(name: str) -> Any:
-    problem = f"module {__name__!r} has no attribute {name!r}"
     if name in _INSTEAD:
+        problem = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(f"{problem}. Nearest to it: {_INSTEAD[name]}.", name=name)
-    if not name.startswith("_"):
-        problem += f"; it has {', '.join(__all__)}"
-    raise AttributeError(problem, name=name)
+    return _missing(name)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
+from anycell.keras.framework import sizes_of
 from anycell.keras.read import short
 from anycell.layer.checks import refuse
 from anycell.plan import Engine
@@ -192,7 +193,7 @@ def run(
     cell: Any, x: Tensor, state: Any = None, sequence_length: Any = None, reverse: bool = False
 ) -> Result:
     """Returns outputs and final state of any cell over ``x`` ``[T, B, width]``."""
-    steps, rows = _sizes(x)
+    steps, rows = sizes_of(x, 2)
     state = cell.zero_state(rows, x.dtype) if state is None else state
     lengths = None
     if sequence_length is not None:
@@ -339,11 +340,6 @@ def _floating(dtype: Any) -> Any:
     if base not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
         refuse("dtype", base.name, "float16, bfloat16, float32 or float64", "Cast the inputs.")
     return base
-
-
-def _sizes(x: Tensor) -> list[Any]:
-    """Returns steps and rows, as numbers if they are known before a graph runs."""
-    return [tf.shape(x)[k] if n is None else n for k, n in enumerate(x.shape.as_list()[:2])]
 
 
 def _lengths(value: Any, known: int | None, rows: Any, steps: Any) -> Tensor:

@@ -128,6 +128,7 @@ def test_a_sequential_of_keras(tmp_path: Path, rng: np.random.Generator) -> None
         layers.LayerNormalization(), layers.Dense(6, "gelu"), layers.Dropout(0.5),
         layers.Activation("softmax"), ours.GRU(7, reset_after=False, return_sequences=True),
         layers.LayerNormalization(scale=False), ours.LSTM(7, return_sequences=True),
+        *map(layers.Activation, ("selu", "mish", "leaky_relu", "hard_silu")),
         layers.Dense(2, use_bias=False),
     ])  # fmt: skip
     x = rng.standard_normal((1, 9, 3)).astype(np.float32)

@@ -530,12 +530,12 @@ def test_f_is_traced_as_often_as_by_lax_scan() -> None:
         counts.append(len(calls))
         jax.clear_caches()
     assert counts[1] == 2 * counts[0]
-    scanning.road_of.cache_clear()
+    scanning.read_body.cache_clear()
     loss = jax.jit(lambda w, x: aj.scan(plain(w), START, x)[0].sum())
     loss(WEIGHTS, XS)
     before = len(scanning._PROVED)
     jax.jit(lambda w, x: aj.scan(plain(w), START, x)[0].max())(WEIGHTS, XS)
-    assert len(scanning._PROVED) == before and scanning.road_of.cache_info().misses == 2
+    assert len(scanning._PROVED) == before and scanning.read_body.cache_info().misses == 2
 
 
 def loss(run: Any, weights: Any, start: Any, xs: Any) -> Any:
@@ -693,7 +693,7 @@ def test_a_fault_of_the_reader_means_the_loop(monkeypatch: pytest.MonkeyPatch) -
         raise KeyError("a fault")
 
     monkeypatch.setattr(scanning, "Body", fails)
-    scanning.road_of.cache_clear()
+    scanning.read_body.cache_clear()
     f = lambda h, x: (jnp.cos(h), None)  # noqa: E731
     with pytest.raises(KeyError, match="a fault"):
         aj.scan(f, START, XS)
@@ -846,7 +846,7 @@ def test_cells_of_flax(kind: str, options: dict[str, Any], monkeypatch: pytest.M
     nnx = pytest.importorskip("flax.nnx")
     from anycell.jax.nnx import Loop
 
-    road, taken = scanning.road_of, []
+    read, taken = scanning.read_body, []
     cell = getattr(nnx, kind)(I, H, rngs=nnx.Rngs(0))
     x = jnp.swapaxes(XS, 0, 1) if not options.get("time_major") else XS
     mine, theirs = (made(cell)(x, **options) for made in (Loop, nnx.RNN))
@@ -856,9 +856,9 @@ def test_cells_of_flax(kind: str, options: dict[str, Any], monkeypatch: pytest.M
         return sum(jnp.sum(a**2) for a in jax.tree.leaves(layer(x, **options)))
 
     agree(*(jax.tree.leaves(nnx.grad(total)(made(cell))) for made in (Loop, nnx.RNN)))
-    monkeypatch.setattr(scanning, "road_of", lambda *body: taken.append(road(*body)) or taken[-1])
+    monkeypatch.setattr(scanning, "read_body", lambda *body: taken.append(read(*body)) or taken[-1])
     Loop(cell)(x, **options)
-    assert [bool(one.body) for one in taken] == [True]
+    assert [isinstance(one, str) for one in taken] == [False]
 
 
 def test_dropout_of_a_flax_cell_is_carried() -> None:

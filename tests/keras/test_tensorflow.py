@@ -27,7 +27,7 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
-from anycell.keras import tensor_passes, tensorflow  # noqa: E402
+from anycell.keras import backends, tensor_passes, tensorflow  # noqa: E402
 from anycell.keras.framework import TensorFlow  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
 from anycell.plan import Layer  # noqa: E402
@@ -818,19 +818,14 @@ PLAIN = Layer(cells.LSTM, (("H", 8),), dtype="float32")
     ("facts", "name", "why"),
     [
         ({}, "cpu", "fused kernel"),
-        ({"backend": "torch"}, "cpu", "fused kernel"),
-        ({"backend": "jax"}, "cpu", "fused kernel"),
-        ({"backend": "openvino"}, "composite", "openvino"),
         ({"gpu": True}, "gpu", "fused kernel"),
-        ({"gpu": True, "unfit": "no driver"}, "composite", "no driver"),
+        ({"gpu": True, "refusal": "no driver"}, "composite", "no driver"),
         ({"gpu": True, "cudnn": True, "drop_in": True}, "cudnn", "cuDNN"),
-        ({"gpu": True, "drop_in": True, "unfit": "no driver"}, "keras", "no driver"),
-        ({"gpu": True, "traced": "an export"}, "composite", "an export"),
+        ({"gpu": True, "drop_in": True, "refusal": "no driver"}, "keras", "no driver"),
+        ({"gpu": True, "cudnn": True, "refusal": "an export"}, "cudnn", "cuDNN"),
         ({"gpu": True, "cudnn": True, "drop_in": True, "obstacle": "odd"}, "keras", "odd"),
-        ({"gpu": True, "backend": "torch"}, "gpu", "fused kernel"),
-        ({"gpu": True, "backend": "openvino"}, "composite", "openvino"),
         ({"gpu": True, "layer": PLAIN._replace(dtype="float64")}, "composite", "float64"),
-        ({"traced": "XLA"}, "composite", "XLA"),
+        ({"refusal": "XLA"}, "composite", "XLA"),
         ({"layer": None, "obstacle": "replaced"}, "keras", "replaced"),
         ({"layer": PLAIN._replace(dtype="bfloat16")}, "cpu", "fused kernel"),
         ({"layer": PLAIN._replace(cell=cells.LSTMP)}, "composite", "size P"),
@@ -842,3 +837,14 @@ def test_the_rule(facts: dict[str, Any], name: str, why: str) -> None:
     found = choose(Facts(**{"layer": PLAIN, **facts}))
     assert found.name == name
     assert why in found.reason
+
+
+def test_backends_that_cannot_call_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends.home() is tensorflow
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
+    home = backends.home.__wrapped__()
+    assert not home.gpu_visible() and not home.on_gpu(tf.zeros(1)) and home.obstacle() is None
+    found = choose(Facts(PLAIN, home.on_gpu(tf.zeros(1)), refusal=home.refusal(False)))
+    assert found.name == "composite" and "backend 'openvino'" in found.reason
+    with ak.step_by_step():
+        assert "step_by_step" in home.refusal(False)

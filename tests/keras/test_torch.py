@@ -16,7 +16,7 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cells  # noqa: E402
-from anycell.keras import backends, layers  # noqa: E402
+from anycell.keras import backends  # noqa: E402
 from anycell.torch.planned import ReadStep  # noqa: E402
 
 ops = keras.ops
@@ -198,8 +198,7 @@ def test_layers_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     with launches(monkeypatch) as launched:
         assert_solved(on_keras.by_layer()(problem), problem)
         assert launched
-        for module in (backends, layers):
-            monkeypatch.setattr(module, "gpu_visible", lambda: True)
+        monkeypatch.setattr(backends.home(), "gpu_visible", lambda: True)
         assert ak.RNN(cells.PeepholeLSTM, H).engine.name == "gpu"
         reason = ak.RNN(cells.PeepholeLSTM, H, dtype="float64").engine.reason
         assert "float64" in reason

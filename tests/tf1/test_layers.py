@@ -393,7 +393,7 @@ def test_names_of_version_1_that_are_not_here_have_a_hint() -> None:
         with pytest.raises(AttributeError, match=f"no attribute {name!r}. Nearest to it: "):
             getattr(t1, name)
         assert eval(nearest.partition(" (")[0], known)
-    with pytest.raises(AttributeError, match=r"no attribute 'LSTMCel'; it has BasicLSTMCell, "):
+    with pytest.raises(AttributeError, match=r"no attribute 'LSTMCel'. Close to it: LSTMCell, "):
         t1.LSTMCel  # noqa: B018
 
 
