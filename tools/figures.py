@@ -149,10 +149,10 @@ def _steps(h: int) -> dict[str, Call | Task]:
     pass_: Any = next(reversed(known.values()))  # the last one that was drafted
     recipe, calls = pass_.recipe, list[bytes]()
     arrays = {"x": x, "state h": state[0], "state c": state[1], **dict(layer.named_parameters())}
-    native, recipe.native = recipe.native, calls.append
+    native, recipe.native_of_objects = recipe.native_of_objects, calls.append
     made = recipe.run([arrays[name] for name in recipe.names], recipe.options)
     alive = made, cpu.scratch.idle[:]  # the call holds their addresses
-    recipe.native = native
+    recipe.native_of_objects = native
 
     def run(alive: Any = alive) -> None:
         native(calls[0])

@@ -21,14 +21,14 @@ def check_pass(recipe: Recipe, call: bytes, arrays: Sequence[Array], block: cpu.
     """Checks that a pass stays within its arrays.
 
     Args:
-        call: see ``driver.CALL``.
+        call: see ``driver.OBJECTS`` and ``driver.CALL``; with addresses.
         arrays: of the recipe's slots, in order.
         block: the scratch memory of the call.
 
     Raises:
         AssertionError: naming the array, the bytes that the pass would touch, and its bounds.
     """
-    addresses = array("Q", call)[len(driver.CALL) :]
+    addresses = array("Q", call)[len(driver.OBJECTS) + len(driver.CALL) :]
     limits = [extent(recipe.host, array) for array in arrays]
     limits.append((block.address, block.address + block.size))
     limits += [(0, 0)] * (len(addresses) - len(limits))  # numbers that point to no array

@@ -37,6 +37,8 @@ class Framework:
         xp: its functions of arrays, by NumPy's names.
         dtype: the framework's own dtype of the arrays.
         wide: the framework for the dtype of the cell's arithmetic; itself if its dtype is the same.
+        objects: where native code finds the address of an array's numbers: so many bytes after the
+            begin of its Python object; 0 if it cannot.
         wide_states: whether all states but the first are kept in the dtype of ``wide``.
         trace: None, or for arrays that have no memory yet, the function that puts a pass into the
             framework's graph: it takes what ``Recipe.run`` takes, and returns the arrays that the
@@ -45,6 +47,7 @@ class Framework:
 
     kind: ClassVar[Any]
     xp: ClassVar[Namespace]
+    objects = 0
     wide_states = True
     trace: Any = None
 

@@ -32,6 +32,10 @@ FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part
 UNPACKED_STEPS = 32
 UNPACKED_BYTES = 1 << 16
 UNPACKED_BYTES_OF_INTEGERS = 1 << 11
+# The same where no instruction adds up four products of integers, which takes longer with packed
+# weights than with those that are stored.
+UNPACKED_STEPS_IN_PARTS = 64
+UNPACKED_BYTES_IN_PARTS = 1 << 12
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -107,8 +111,12 @@ def unpacked(plan: Plan, steps: int, inputs: int) -> bool:
     """Whether several steps of one row take weights as they are."""
     types = plan.types
     size = plan.gates_width * (inputs + plan.hidden_size) * types.weights.bytes
-    enough = UNPACKED_BYTES_OF_INTEGERS if types.quantized else UNPACKED_BYTES
-    return _unchanged(plan) and 1 < steps <= min(UNPACKED_STEPS, size // enough)
+    most = min(UNPACKED_STEPS, size // UNPACKED_BYTES)
+    if types.quantized:
+        most = min(UNPACKED_STEPS, size // UNPACKED_BYTES_OF_INTEGERS)
+        if not cpu.isa.current().dot:
+            most = max(most, min(UNPACKED_STEPS_IN_PARTS, size // UNPACKED_BYTES_IN_PARTS))
+    return _unchanged(plan) and 1 < steps <= most
 
 
 def _unchanged(plan: Plan) -> bool:

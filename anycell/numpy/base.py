@@ -17,7 +17,7 @@ import numpy.typing as npt
 from anycell.layer.checks import refuse
 from anycell.numpy import archive, check
 from anycell.numpy.check import numpy_dtype
-from anycell.numpy.streaming import Packed, writing
+from anycell.numpy.streaming import Again, Packed, writing
 from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[np.floating]
@@ -39,6 +39,7 @@ class Layer:
         self._statistics = dict(statistics or {})
         self._grads: dict[str, Array] = {}
         self._prepared: Packed | None = None
+        self._calls: dict[Any, Again | None] = {}
         self._saved: Any = None
 
     if not TYPE_CHECKING:  # each class tells type checkers that a call is its `forward`
@@ -77,7 +78,7 @@ class Layer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles carry the layer, not a pass in progress.
-        return {**self.__dict__, "_grads": {}, "_saved": None, "_prepared": None}
+        return {**self.__dict__, "_grads": {}, "_saved": None, "_prepared": None, "_calls": {}}
 
     def set_parameters(self, values: Mapping[str, npt.ArrayLike]) -> None:
         """Copies ``values`` into the parameters: all of them, or none if any does not fit.

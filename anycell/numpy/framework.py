@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +22,18 @@ Array = npt.NDArray[Any]
 SMALL = 1 << 18  # multiply-adds up to which NumPy's OpenBLAS stays in the calling thread
 
 
+def _objects() -> int:
+    array, place = np.empty(1), object.__basicsize__
+    if sys.implementation.name != "cpython":
+        return 0
+    known = ctypes.c_void_p.from_address(id(array) + place).value == array.ctypes.data
+    return place if known else 0
+
+
 class Numpy(Framework):
     """NumPy's arrays of one dtype."""
 
-    kind, xp = np.ndarray, NUMPY
+    kind, xp, objects = np.ndarray, NUMPY, _objects()
     dtype: np.dtype[Any]
     dtype_named = staticmethod(check.numpy_dtype)
 
@@ -73,8 +83,7 @@ class Numpy(Framework):
     def template(self, shape: Shape) -> Array:
         return np.broadcast_to(self.empty(()), shape)
 
-    def like(self, array: Array, /) -> Array:
-        return np.empty_like(array)
+    like: Any = staticmethod(np.empty_like)
 
     def pointer(self, array: Array, /) -> int:
         return int(array.__array_interface__["data"][0])

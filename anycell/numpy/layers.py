@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell import cells
+from anycell.engines import cpu
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
@@ -19,6 +20,7 @@ from anycell.layer.checks import (
     check_options,
     refuse,
 )
+from anycell.layer.forward import draft_stack
 from anycell.layer.layers import Stack, one_step
 from anycell.layer.signature import of_layer, state_names
 from anycell.layer.stream import FORMS
@@ -232,6 +234,9 @@ class RNN(Explained, base.Layer):
                 steps.
         """
         x = check.array("x", x, self._layout(self.input_size), self.dtype)
+        if training is False and not arguments and (results := self._again(x, state)) is not None:
+            self._saved = None
+            return results
         options = self._options(training, **arguments)
         states: dict[str, Array] = {}
         if state is None:  # so that the backward pass returns their gradients
@@ -267,6 +272,38 @@ class RNN(Explained, base.Layer):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _again(self, x: Array, state: State | None) -> tuple[Array, Any] | None:
+        """Runs a call in inference with x and states alone as an earlier one; None if it cannot."""
+        what = x.shape, state is None, self.batch_first, self.cell, *self.sizes.values()
+        key = *what, threads.current(), cpu.isa.current(), cpu.pool.FORKED
+        try:
+            again = self._calls[key]
+        except KeyError:
+            again = add_recent(self._calls, key, self._learn(x.shape, state is None), FORMS)
+        if again is None:
+            return None
+        results = again(x, () if state is None else state, *self._parameters.values())
+        if results is None or not self.batch_first:
+            return results
+        return np.ascontiguousarray(results[0].swapaxes(0, 1)), results[1]
+
+    def _learn(self, shape: tuple[int, ...], alone: bool) -> Again | None:
+        """Drafts calls with an x of this shape, ``alone`` or with states; None if no kernel runs
+        them as they are.
+        """
+        plan, x, axis = self.plan, np.empty(shape, self.dtype), int(not self.batch_first)
+        if plan.engine != "cpu" or plan.types.mixed or self.cell.static is not None:
+            return None
+        states = [] if alone else self._states("state", None, shape[axis])
+        named = dict(zip(state_names("state", self.cell), states))  # noqa: B905  (or none)
+        arrays = {"x": x if axis else x.swapaxes(0, 1), **named, **self._parameters}
+        how = self.num_layers, arrays, self._options(False), False
+        known = draft_stack(Numpy.of(plan.dtype), plan, *how)
+        if known is None:
+            return None
+        steps, arrays["x"] = slice(1, shape[1 - axis] + 1), x
+        return Again(known.recipe, [*arrays.values()], known.out, known.finals, steps)
 
     def _options(self, training: Any, **arguments: Any) -> Options:
         """The options of a call, among its arguments."""
@@ -392,7 +429,7 @@ class RNN(Explained, base.Layer):
             arrays = len(x), x, states, static, threads.current(), resets, start
             output, new = packed.stream.step(*arrays)
             if alone and states is not None and x.shape not in packed.again:
-                add_recent(packed.again, x.shape, Again.of(packed.stream, [x, *states]), FORMS)
+                packed.learn([x, *states])
             return output, tuple(new) if len(new) > 1 else new[0]
         pending = self._saved
         arguments = {"static": static, "resets": resets, "reset_state": reset_state}

@@ -97,6 +97,7 @@ class loop:
         self._known: dict[Any, list[_Known]] = {}  # by what calls are like
         self._reads: Counter[Any] = Counter()
         self._calls: dict[Any, int] = {}  # of NumPy, that a step makes
+        self._short = set[Any]()  # the calls that run as they are written
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loop, (self.step,)
@@ -114,18 +115,22 @@ class loop:
         Raises:
             ValueError: if x has no array, or its arrays differ in their number of steps.
         """
+        self.text, self.reason, kind = None, SHORT, (_kind(x), _kind(state))
+        if kind in self._short:
+            return self._loop(x, state)
         xs = leaves(x)
         steps = {len(array) if np.ndim(array) else 0 for array in xs}
         if len(steps) != 1 or 0 in steps:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
-        self.text = self.reason = None
         first = leaves(state)
         ready = SHORT if 1 in steps else self._ready(x, state, xs, first)
         if isinstance(ready, str):
             self.reason = ready
+            if ready is SHORT and {*map(type, (*xs, *first))} == {np.ndarray}:
+                self._short.add(kind)
             return self._loop(x, state)
-        read, arrays = ready
+        (read, arrays), self.reason = ready, None
         try:
             results = read.run(arrays, xs, list(map(np.asarray, first)))
         except Refused as error:
@@ -175,9 +180,10 @@ class loop:
         self._known[key] = [known, *self._known.get(key, ())][:_MOST]
 
     def _loop(self, x: Tree, state: Tree) -> tuple[Tree, Tree]:
-        parts = zip(*leaves(x), strict=True)
-        outputs = []
-        for part in x if type(x) is np.ndarray else (filled(x, part) for part in parts):
+        outputs, parts = [], x
+        if type(x) is not np.ndarray:
+            parts = [filled(x, part) for part in zip(*leaves(x), strict=True)]
+        for part in parts:
             output, state = self.step(part, state)
             outputs.append(output)
         if type(output) is np.ndarray:
@@ -469,6 +475,7 @@ class _Call:
                 outcome = error.with_traceback(None)
             add_recent(owner._read, key, outcome, _READINGS)
         owner._calls[kind] = len(self.recording.equations)
+        owner._short.clear()
         known = owner._read[key]
         if isinstance(known, Refused):
             raise known.with_traceback(None)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import struct
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
@@ -16,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from anycell.engines import cpu
-from anycell.engines.cpu.driver import CALL, OBJECTS, OF_CALL
 from anycell.layer.checks import refuse
-from anycell.layer.stream import DraftedStep, Prepared, Stream, Writes, names_of, steps
+from anycell.layer.recipe import Recipe
+from anycell.layer.stream import FORMS, Prepared, Stream, Writes, names_of, steps
 from anycell.numpy import threads
 from anycell.numpy.framework import Numpy
+from anycell.recent import add_recent
 
 Array = npt.NDArray[Any]
 
@@ -48,67 +45,53 @@ class Packed(Prepared):
         stream = Stream(host, layer.plan, weights, on) if steps(layer.plan) else None
         super().__init__(layer, places, writes, stream)
 
+    def learn(self, arrays: Sequence[Array]) -> None:
+        """Adds steps like one with x and states like these, if they take one thread however many
+        there are.
+        """
+        assert self.stream is not None
+        step = self.stream.step_of(cpu.pool.MOST, arrays)
+        single = step.recipe.options.threads == 1 and not cpu.check.ON
+        again = Again(step.recipe, arrays, step.output, step.finals) if single else None
+        add_recent(self.again, arrays[0].shape, again, FORMS)
+
 
 class Again:
-    """Steps like an earlier one, from a state and without other arrays, in one thread: as little
-    Python as possible. Native code reads the addresses of arrays from their objects.
+    """Calls like an earlier one, with x and states alone, in as little Python as possible.
+
+    Args:
+        recipe: of its pass.
+        arrays: of the earlier call, in the order of the recipe.
+        output, finals: the numbers of its results among the arrays that the pass makes.
+        steps: the part of that array that is the output; None for all of it.
     """
 
-    def __init__(self, stream: Stream, arrays: Sequence[Array], step: DraftedStep) -> None:
-        recipe, self.dtype = step.recipe, arrays[0].dtype
-        self.shapes = [array.shape for array in arrays]
-        self.output, self.finals, self.fixed = step.output, step.finals, recipe.fixed
-        self.templates = [np.empty(what.shape, what.dtype) for _, what in recipe.made]
-        functions = cpu.driver.compiled(stream.plan.dtype, cpu.isa.current())
-        self.native, self.size, self.table = functions.execute_objects, recipe.bytes, recipe.table
-        count = len(arrays) + len(self.templates)
-        numbers = count + len(self.fixed) + len(CALL) + len(OF_CALL)
-        self.pack, self.recipe = struct.Struct(f"{len(OBJECTS) + numbers}q").pack, recipe
-        self.idle, self.head = list[cpu.Block](), (count, after(), recipe.address)
+    def __init__(
+        self, recipe: Recipe, arrays: Sequence[Array], output: int, finals: Sequence[int],
+        steps: slice | None = None,
+    ) -> None:  # fmt: skip
+        self.recipe, self.output, self.finals, self.steps = recipe, output, finals, steps
+        self.like = [(array.shape, array.dtype) for array in arrays]
 
-    @classmethod
-    def of(cls, stream: Stream, arrays: Sequence[Array]) -> Again | None:
-        """Steps like one with these arrays, if they take one thread however many there are."""
-        if cpu.check.ON or not after():
+    def __call__(self, x: Any, state: Any, *weights: Array) -> tuple[Array, Any] | None:
+        """The results, or None for arrays that are not like those of the earlier call."""
+        arrays = (x, *state, *weights) if type(state) is tuple else (x, state, *weights)
+        if len(arrays) != len(self.like):
             return None
-        step = stream.step_of(cpu.pool.MOST, arrays)
-        single = step.recipe.options.threads == 1 and {*step.recipe.hows} == {"like"}
-        return cls(stream, arrays, step) if single else None
-
-    def __call__(self, x: Any, state: Any) -> tuple[Array, Any] | None:
-        """The results, or None for arrays that are not like those of the earlier step."""
-        arrays = (x, *state) if type(state) is tuple else (x, state)
-        if len(arrays) != len(self.shapes):
-            return None
-        dtype = self.dtype
-        for array, shape in zip(arrays, self.shapes):  # noqa: B905  (runs at every step)
-            if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
+        for array, (shape, dtype) in zip(arrays, self.like):  # noqa: B905  (runs at every step)
+            if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
                 return None
-            if not array.flags.carray:
+            flags = array.flags
+            if not (flags.c_contiguous and flags.aligned):
                 return None
-        made = list(map(np.empty_like, self.templates))
-        try:
-            block = self.idle.pop()
-        except IndexError:
-            block = cpu.Block(self.size)
-        table = block.address + self.table
-        objects = *map(id, arrays), *map(id, made), *self.fixed
-        self.native(self.pack(*self.head, table, *objects, block.address, table, 0, 0, 0, 0))
-        self.idle.append(block)
-        output, finals = made[self.output], self.finals
+        recipe, finals = self.recipe, self.finals
+        made = recipe.run(arrays, recipe.options)
+        output = made[self.output]
+        if self.steps is not None:
+            output = output[self.steps]
         if len(finals) == 1:
             return output, made[finals[0]]
         return output, tuple([made[final] for final in finals])
-
-
-@functools.cache
-def after() -> int:
-    """The bytes from the begin of an array's object to the address of its numbers; 0 if unknown."""
-    array, place = np.empty(1), object.__basicsize__
-    if sys.implementation.name != "cpython":
-        return 0
-    known = ctypes.c_void_p.from_address(id(array) + place).value == array.ctypes.data
-    return place if known else 0
 
 
 @contextlib.contextmanager

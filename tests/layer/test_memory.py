@@ -233,6 +233,8 @@ THRESHOLDS = {
         "UNPACKED_STEPS": None,  # both sides: test_projection
         "UNPACKED_BYTES": "steps of one row",
         "UNPACKED_BYTES_OF_INTEGERS": None,
+        "UNPACKED_STEPS_IN_PARTS": None,
+        "UNPACKED_BYTES_IN_PARTS": None,
         "WORTH_A_THREAD": "several threads",
     },
     "engines/cpu/door.py": {

@@ -169,6 +169,17 @@ def test_which_steps_of_one_row_are_packed() -> None:
     assert not unpacked(plan(cells.LSTM, 256, "bfloat16"), 2, 256)
 
 
+@pytest.mark.parametrize("isa", cpu.isa.available())
+def test_which_steps_of_integers_are_packed(isa: str) -> None:
+    """More are not where no instruction adds up four of their products."""
+    unpacked, many = layers.heuristics.unpacked, layers.heuristics.UNPACKED_STEPS
+    large, small = plan(cells.LSTM, 256, "int8"), plan(cells.LSTM, 128, "int8")
+    with cpu.isa.force(isa) as target:
+        most = many if target.dot else layers.heuristics.UNPACKED_STEPS_IN_PARTS
+        assert unpacked(large, most, 256) and not unpacked(large, most + 1, 256)
+        assert unpacked(small, many, 128) and not unpacked(small, many + 1, 128)
+
+
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 @pytest.mark.sample(1)
 def test_bits_of_integers_without_packing(
@@ -178,7 +189,9 @@ def test_bits_of_integers_without_packing(
     """A single step of few rows, and few steps of one row, have the bits of packed weights."""
     monkeypatch.setattr(layers.heuristics, "WORTH_A_THREAD", 0)
     monkeypatch.setattr(layers.heuristics, "UNPACKED_BYTES_OF_INTEGERS", 1)
+    monkeypatch.setattr(layers.heuristics, "UNPACKED_BYTES_IN_PARTS", 1)
     few, most = layers.heuristics.few, layers.heuristics.UNPACKED_STEPS
+    most = most if current().dot else layers.heuristics.UNPACKED_STEPS_IN_PARTS
     for n, (shape, how, single) in enumerate((
         ((1, 1, 33), {}, True), ((1, 4, 33), {}, True), ((1, 3, 300), {}, True),
         ((1, 2, 33), {"masked": True, "reverse": True}, True),

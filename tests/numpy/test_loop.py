@@ -478,3 +478,35 @@ def test_few_steps_run_as_they_are(
     for one, right in ((outputs, expected), (last, end)):
         assert_close(one, right, "float64", "forward")
     assert layer.reason == (None if read else SHORT)
+
+
+def test_few_steps_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For calls of one kind and number of steps, until the step is read anew."""
+    monkeypatch.setitem(MOST, "numpy", 8)
+    scale, asked = [2.0], list[int]()
+    layer = loop(lambda x, h: (h, h + x * scale[0] if scale[0] < 3 else np.tanh(x + h) * 2))
+    ready = layer._ready
+
+    def counted(x: Any, *arguments: Any) -> Any:
+        asked.append(len(x))
+        return ready(x, *arguments)
+
+    monkeypatch.setattr(layer, "_ready", counted)
+
+    def run(steps: int, h: Any = None, x: Any = None) -> None:
+        x, h = draw(steps, B, H) if x is None else x, draw(B, H) if h is None else h
+        result = [layer(x, h), layer._loop(x, h)]
+        for one, right in zip(*result, strict=True):
+            assert_close(one, right, "float64", "forward")
+
+    for steps in (20, 4, 4, 4, 3, 1, 1, 20):
+        run(steps)
+    assert asked == [20, 4, 3, 20] and layer.reason is None
+    run(4, draw(2, H), draw(4, 2, H))  # unlike any that was read
+    scale[0] = 4.0
+    run(20)  # three calls of NumPy now, so that three steps are no longer few
+    run(3)
+    assert asked == [20, 4, 3, 20, 4, 20, 3] and layer.reason is None
+    few = len(layer._short)
+    layer(draw(1, B, H).view(np.recarray), draw(B, H))  # of a class of its own
+    assert len(layer._short) == few

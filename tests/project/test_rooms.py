@@ -318,7 +318,7 @@ def by_jax() -> None:
 def by_numpy() -> None:
     from anycell import numpy as an
 
-    an.LSTM(32, 64).forward(np.zeros((20, 8, 32)))
+    an.LSTM(32, 64).forward(np.zeros((20, 8, 32)), training=True)
 
 
 def by_keras() -> None:
