@@ -102,8 +102,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     day, days = map(config.getoption, ("day", "days"))
 
     def due(item: pytest.Item) -> bool:
-        many = "[" in item.name and any(map(item.get_closest_marker, ("slow", "grid")))
-        return not many or day_of(item.name, days) == day % days
+        grid = item.get_closest_marker("grid")
+        many = "[" in item.name and (grid or item.get_closest_marker("slow"))
+        span = days * (grid.args[0] if grid and grid.args and days > 1 else 1)
+        return not many or day_of(item.name, span) == day % span
 
     config.hook.pytest_deselected(items=[item for item in items if not due(item)])
     items[:] = [item for item in items if due(item)]

@@ -945,6 +945,7 @@ def test_kernels_compile_without_a_card() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid(4)  # a minute or two each
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("cell", sorted(BUILT_IN))

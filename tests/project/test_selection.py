@@ -58,12 +58,18 @@ def test_new_files_run_under_every_instruction_set() -> None:
 
 @pytest.mark.parametrize("days", [1, 2, 7])
 @pytest.mark.parametrize("first", [0, 739000])
-@pytest.mark.parametrize("mark", ["slow", "grid", "sample"])
-def test_days_in_a_row_run_every_case_once(days: int, first: int, mark: str) -> None:
-    marks = {mark: SimpleNamespace(args=(0,), kwargs={})}
+@pytest.mark.parametrize(
+    ("mark", "args"), [("slow", ()), ("grid", ()), ("grid", (4,)), ("sample", (0,))]
+)
+def test_days_in_a_row_run_every_case_once(
+    days: int, first: int, mark: str, args: tuple[int, ...]
+) -> None:
+    """A grid of a number N takes N times as many days."""
+    marks = {mark: SimpleNamespace(args=args, kwargs={})}
+    span = days * (sum(args) or 1) if days > 1 else 1
     ran = Counter(
         name
-        for day in range(first, first + days)
+        for day in range(first, first + span)
         for name in chosen(marks=marks, day=day, days=days)
     )
     assert ran == Counter(NAMES)
