@@ -1,5 +1,6 @@
 """Shared by all test files: the command line options, the random seeds and the guards."""
 
+import atexit
 import collections
 import contextlib
 import datetime
@@ -285,15 +286,14 @@ def pytest_collection() -> Generator[None, object, object]:
     """Freezes what is imported: searching it for garbage takes an eighth of all time."""
     gc.disable()
     collected = yield
-    gc.collect()
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # else extensions report what is never deleted as leaks
     return collected
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fails a run whose tests were all skipped, as pytest fails a run without tests."""
-    gc.unfreeze()  # else extensions report what is never deleted as leaks
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if exitstatus or reporter is None or session.config.option.collectonly:
         return
