@@ -925,8 +925,12 @@ WITHOUT = """
 
 @pytest.mark.parametrize(
     ("package", "arguments"),
-    [("torch", []), ("threadpoolctl", ["--peers", "numpy-loop"])],
-    ids=["torch", "threadpoolctl"],
+    [
+        pytest.param("torch", [], id="torch"),
+        pytest.param(
+            "threadpoolctl", ["--peers", "numpy-loop"], marks=pytest.mark.more, id="threadpoolctl"
+        ),
+    ],
 )
 def test_without_a_package_bench_says_what_to_install(package: str, arguments: list[str]) -> None:
     code = WITHOUT.format(packages=[package], arguments=["bench", *arguments])

@@ -320,7 +320,9 @@ def test_a_plain_call_checks_few_objects(allow_rnn: Any) -> None:
 
 @whole_graphs
 @pytest.mark.skipif(native.table() is None, reason="PyTorch has no stable interface as yet")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.more)]
+)
 def test_a_warm_graph_plays_its_passes(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the flags are, without the operators' kernels in Python; a wrong flag is refused."""
     layer = at.RNN(cells.PeepholeLSTM, 3, 5, bidirectional=True, dtype=dtype)

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
     "avx512vnni" not in isa.available(), reason="the emulation of tiles needs AVX512-VNNI"
 )
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
-    "LSTM": lambda: at.LSTM(24, 40, num_layers=2, bidirectional=True),
     "GRU": lambda: at.GRU(24, 40),
+    "LSTM": lambda: at.LSTM(24, 40, num_layers=2, bidirectional=True),
     "sLSTM": lambda: at.RNN(cells.sLSTM(heads=2), 24, 40),
     "LayerNormGRU": lambda: at.RNN(cells.LayerNormGRU, 24, 40),
     "wide LSTM": lambda: at.LSTM(700, 400),  # weights too large for the kernel to project
