@@ -244,30 +244,24 @@ def test_masks_are_drawn_anew_in_each_run_of_a_trace(mode: str) -> None:
 
 
 # -- modes around a call ---------------------------------------------------------------------------
-class Log(TorchDispatchMode):
-    """A user's mode, which torch does not know."""
+class Seen:
+    """What a user's mode, which torch does not know, has seen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def see(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
-class LogOfFunctions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
+class Log(Seen, TorchDispatchMode):
+    __torch_dispatch__ = Seen.see
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
+
+class LogOfFunctions(Seen, TorchFunctionMode):
+    __torch_function__ = Seen.see
 
 
 MODES: dict[str, Callable[[], Any]] = {
