@@ -16,8 +16,8 @@ def describe(plan: Plan, backward: bool, batch: int | None) -> Iterator[str]:
     if not backward:
         most = threads.current()
         yield (
-            f"a call takes at most {most} {_plural('thread', most)}, and one if it has little "
-            "work; PyTorch layers take torch's number"
+            f"a call takes at most {most} {_plural('thread', most)}, and one for little work; "
+            "PyTorch layers take torch's number"
         )
     yield from _geometry(layout, batch)
     yield from _passes(layout)
