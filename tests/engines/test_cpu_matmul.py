@@ -14,7 +14,7 @@ from tolerances import assert_close
 
 from anycell import cells
 from anycell.engines import cpu
-from anycell.engines.cpu import driver, gemm, isa, jit
+from anycell.engines.cpu import driver, gemm, isa
 from anycell.engines.cpu.ir import X86
 from anycell.layer import products
 from anycell.layer.framework import extent
@@ -87,15 +87,6 @@ each_way = pytest.mark.parametrize(
         for way in WAYS
     ],
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def optimised() -> Iterator[None]:
-    """Here code runs for longer than LLVM."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jit, "LEVEL", 3)
-        driver.compiled.cache_clear()
-        yield
 
 
 def product(
