@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record  # open tapes have no public name
 from tensorflow.python.framework import ops as graphs
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, script_ops
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
 
 from anycell.keras import xla
@@ -45,13 +46,23 @@ def compiled() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(graphs.get_default_graph()))
 
 
-# The functions that the numbers in operations stand for.
+# The functions that the numbers in operations stand for. No other process has the same numbers,
+# because TensorFlow 1 saves them with its graphs.
 WORK: dict[int, Any] = {}
-_numbers = itertools.count()
+_first = secrets.randbits(62)
+_numbers = itertools.count(_first)
 REFUSAL = (
-    "anycell: this function calls fused kernels, which only this process has. To save it, trace it "
-    "within anycell.keras.step_by_step()"
+    "anycell: this function calls fused kernels, which only the process that traced it has. To "
+    "save it, trace it within anycell.keras.step_by_step()"
 )
+TOKEN = f"{REFUSAL} (process {_first})"  # of the one callback; TensorFlow quotes it if it has none
+
+
+def work(number: int) -> Any:
+    """The function that a number in an operation stands for."""
+    if number not in WORK:
+        raise RuntimeError(REFUSAL)
+    return WORK[number]
 
 
 def _out_of_graph(
@@ -83,7 +94,7 @@ def _out_of_graph(
         tf.raw_ops.PyFuncStateless(  # TensorFlow Lite? Trace it in anycell.keras.step_by_step()
             # Its errors quote the line above, and no name of a node.
             input=[first, *tensors],
-            token=_callback()[0],
+            token=TOKEN,
             Tout=[tf.as_dtype(kind) for kind in kinds],
             name=xla.TARGET,
         )
@@ -99,21 +110,15 @@ def _lasting(kernels: Kernels) -> int:
     return number
 
 
-@functools.cache
-def _callback() -> tuple[bytes, Any]:
-    """The token of the one callback, and the graph with which TensorFlow would forget it."""
-    graph = tf.Graph()
-    with graph.as_default():
-        (output,) = tf.numpy_function(_called, [0], [tf.float32], stateful=False)
-    return output.op.get_attr("token"), graph
-
-
 def _called(number: Array, *arrays: Array) -> list[Array]:
-    compute = WORK[int(number)]
+    compute = work(int(number))
     kernels = compute.__self__
     named = zip(kernels.names, arrays, strict=False)
     check(kernels.layer, dict(named))  # now that all sizes are known
     return list(compute(*arrays))
+
+
+script_ops._py_funcs._funcs[TOKEN] = _called  # a ``tf.numpy_function`` names it pyfunc_0, as others
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """A layer on TensorFlow: one operation with a gradient, whose kernels see its tensors' memory.
 
 The operation is the pass of ``layer.forward``, its gradient that of ``layer.backward``. Eager mode
-calls them directly. A graph calls them through the callback of a ``tf.numpy_function``, which is
-public, runs on every platform of TensorFlow, and passes memory in both directions without a copy if
-it begins on a cache line; our memory always begins there. The arrays for the backward pass are
-outputs of that operation, so that loops, replicas and pruning treat them like any other tensor. In
-graphs that XLA compiles, and anywhere on a card, XLA calls the kernels, see ``keras/xla.py``.
+calls them directly. A graph calls them through the operation of a ``tf.numpy_function``, which runs
+on every platform of TensorFlow, and passes memory in both directions without a copy if it begins on
+a cache line; our memory always begins there. The arrays for the backward pass are outputs of that
+operation, so that loops, replicas and pruning treat them like any other tensor. In graphs that XLA
+compiles, and anywhere on a card, XLA calls the kernels, see ``keras/xla.py``.
 
 TensorFlow keeps registered gradients for ever. So there is one for each direction, for all layers,
 which finds what to do for an operation as callbacks do, see ``keras/tensor_passes.py``.
@@ -37,10 +37,10 @@ from anycell.keras.tensor_passes import (
     CONTROL_FLOW,
     FLAGS,
     REFUSAL,
-    WORK,
     Kernels,
     compiled,
     kernels_of,
+    work,
 )
 from anycell.layer import card, stepped
 from anycell.layer.checks import refuse
@@ -346,7 +346,7 @@ def _ends(kernels: Kernels, *tensors: Tensor) -> list[Tensor]:
 
 def _behind(number: Tensor) -> Kernels:
     """The kernels of a run by its number, the last input of an operation of ``_differentiable``."""
-    kernels: Kernels = WORK[int(tf.get_static_value(number))].__self__
+    kernels: Kernels = work(int(tf.get_static_value(number))).__self__
     return kernels
 
 

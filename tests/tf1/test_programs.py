@@ -5,6 +5,7 @@ graph of TensorFlow 1, from one checkpoint, and must give the same results and g
 """
 
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -379,6 +380,47 @@ def test_loops_of_tensorflow_take_our_cells(rng: np.random.Generator) -> None:
     for found in (raw, saving):
         for a, b in zip(found, right, strict=True):
             assert_close(a, b, DTYPE, "forward")
+
+
+SAVE = """
+    import json, numpy as np, tensorflow.compat.v1 as tf
+    import anycell.tf1 as rnn, anycell.keras
+    with tf.Graph().as_default(), tf.Session() as session:
+        x = tf.placeholder(tf.float32, [None, None, 3], name="x")
+        run = lambda: rnn.dynamic_rnn(rnn.BasicRNNCell(5, activation="relu"), x)[0]
+        fused = tf.identity(run(), "fused")
+        with anycell.keras.step_by_step(), tf.variable_scope("", reuse=True):
+            stepped = tf.identity(run(), "stepped")
+        session.run(tf.global_variables_initializer())
+        tf.saved_model.simple_save(session, {path!r}, {{"x": x}}, {{"y": fused}})
+        tf.train.Saver().save(session, {path!r} + "/meta")
+        print(json.dumps(session.run(fused, {{x: np.ones((2, 6, 3))}}).tolist()))
+"""
+
+
+def test_a_saved_graph_calls_no_kernels_of_another_process(tmp_path: Path) -> None:
+    """It refuses to run, and what was traced step by step runs."""
+    path, given = str(tmp_path / "model"), {"x:0": np.ones((2, 6, 3))}
+    right = np.float32(json.loads(python(SAVE.format(path=path)).splitlines()[-1]))
+    remedy = r"trace it within anycell\.keras\.step_by_step\(\)"
+    for load in (
+        lambda session: v1.saved_model.load(session, ["serve"], path),
+        lambda session: v1.train.import_meta_graph(f"{path}/meta.meta").restore(
+            session, f"{path}/meta"
+        ),
+    ):
+        with tf.Graph().as_default() as graph, v1.Session() as session:
+            # Cells of this process, whose kernels the graph must not take for its own.
+            cell, x = t1.BasicRNNCell(5), tf.ones((2, 6, 3))
+            own = [t1.dynamic_rnn(cell, x, scope="own") for _ in range(3)]
+            session.run(v1.global_variables_initializer())
+            session.run(own)
+            load(session)
+            assert_close(session.run("stepped:0", given), right, "float32", "forward")
+            with pytest.raises(tf.errors.InvalidArgumentError, match=remedy):
+                session.run("fused:0", given)
+            with pytest.raises(RuntimeError, match=remedy):
+                tf.gradients(graph.get_tensor_by_name("fused:0"), graph.get_tensor_by_name("x:0"))
 
 
 def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
