@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
@@ -38,7 +39,9 @@ class RNNCell(tf.Module):
     """``tf.compat.v1.nn.rnn_cell.RNNCell``: ``cell(inputs, state)`` is one step.
 
     Your own subclass defines ``call(inputs, state)``, which returns the output and the new state,
-    and ``state_size`` and ``output_size``. TensorFlow's own loop runs it, step by step.
+    and ``state_size`` and ``output_size``. TensorFlow's own loop runs it, step by step. Variables
+    come from ``get_variable`` in ``call``, or from ``add_variable`` in ``build(inputs_shape)``, and
+    the cell keeps them.
 
     Args:
         trainable: whether optimizers train its variables.
@@ -57,6 +60,8 @@ class RNNCell(tf.Module):
     # In TensorFlow 1, subclasses need not call __init__.
     dtype: Any = None
     trainable = True
+    built = False
+    _made: Any = None
     _reuse: Any = None
     _base_name: str | None = None
     _scope: Any = None
@@ -76,6 +81,9 @@ class RNNCell(tf.Module):
         return self._base_name or super().name
 
     # -- of each cell ----------------------------------------------------------------------------
+    def build(self, inputs_shape: Any) -> None:
+        """Makes the variables for inputs of that shape, before the first step."""
+
     def call(self, inputs: Tensor, state: Any) -> Result:
         """One step."""
         raise NotImplementedError(f"{type(self).__name__}.call(inputs, state)")
@@ -104,7 +112,23 @@ class RNNCell(tf.Module):
     def __call__(self, inputs: Tensor, state: Any, scope: Any = None) -> Result:
         """Runs one step; returns the output ``[B, output_size]`` and the new state."""
         with self._scoped(scope):
+            if not self.built and not _ours(self.build):
+                x = tf.convert_to_tensor(inputs)
+                self.dtype = self.dtype or x.dtype  # as in TensorFlow 1
+                self.build(x.shape)
+                self.built = True
             return self.call(inputs, state)
+
+    def add_weight(
+        self, name: str, shape: Any, dtype: Any = None, initializer: Any = None,
+        regularizer: Any = None, trainable: bool = True, **more: Any,
+    ) -> tf.Variable:  # fmt: skip
+        """Makes a variable in the cell's scope, like ``get_variable``, in your own ``build``."""
+        initializer = None if initializer is None else keras.initializers.get(initializer)
+        how = initializer, regularizer, trainable and self.trainable
+        return v1.get_variable(name, shape, dtype or self.dtype, *how, **more)
+
+    add_variable = add_weight
 
     def run(
         self, inputs: Tensor, initial_state: Any = None, sequence_length: Tensor = None,
@@ -143,11 +167,13 @@ class RNNCell(tf.Module):
     @property
     def named(self) -> dict[str, tf.Variable]:
         """The cell's variables, by their names in a checkpoint below its scope."""
-        return {
+        within = {
             f"{scope}/{name}" if scope else name: variable
             for scope, cell in self._within()
             for name, variable in getattr(cell, "named", {}).items()
         }
+        made = (self._made or {}).items()
+        return within or {name.removeprefix(f"{self._scope.name}/"): v for name, v in made}
 
     def restore(self, checkpoint: str, scope: str) -> None:
         """Reads the variables of a checkpoint of TensorFlow 1.
@@ -166,12 +192,23 @@ class RNNCell(tf.Module):
                 "tf.compat.v1.train.Saver().restore(session, path)."
             )
             refuse("restore", "a graph of TensorFlow 1", "eager mode", hint, RuntimeError)
-        for below, cell in self._within():
+        within = self._within()
+        if not within:
+            self._restore(tf.train.load_checkpoint(checkpoint), scope)
+        for below, cell in within:
             if not isinstance(cell, RNNCell):
                 expected = "cells of anycell.tf1, whose variables are known"
                 hint = "Restore each cell separately."
                 refuse("restore", f"a {type(cell).__name__} within", expected, hint)
             cell.restore(checkpoint, f"{scope}/{below}" if below else scope)
+
+    def _restore(self, reader: Any, scope: str) -> None:
+        """Reads the variables of a cell that has no cells inside."""
+        if not self.named:
+            expected = "a cell that has made its variables"
+            refuse("restore", f"a new {type(self).__name__}", expected, "Call it once before.")
+        for name, variable in self.named.items():
+            variable.assign(reader.get_tensor(f"{scope}/{name}"))
 
     @contextmanager
     def _scoped(self, scope: Any = None) -> Iterator[None]:
@@ -183,9 +220,22 @@ class RNNCell(tf.Module):
             if not tf.executing_eagerly():  # TensorFlow's loop sets one, and eager mode refuses it
                 self._scope.set_caching_device(None)
         reuse = True if self._called else self._reuse
-        with v1.variable_scope(self._scope, reuse=reuse, auxiliary_name_scope=False):
+        keep = self._keep if v1.executing_eagerly_outside_functions() else None
+        with v1.variable_scope(
+            self._scope, reuse=reuse, custom_getter=keep, auxiliary_name_scope=False
+        ):
             yield
         self._called = True
+
+    def _keep(self, getter: Any, name: str, **given: Any) -> Any:
+        """Gets a variable that only the cell keeps, outside a graph of TensorFlow 1."""
+        if self._made is None:
+            self._made = {}
+        if name not in self._made:  # a graph need not know it, unless its value comes from there
+            within = nullcontext() if tf.is_tensor(given.get("initializer")) else tf.init_scope()
+            with within:
+                self._made[name] = getter(name, **given)
+        return self._made[name]
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -259,10 +309,15 @@ def _of_users(cell: Any) -> str | None:
     kind = type(cell).__name__
     if not isinstance(cell, RNNCell):
         return f"{kind} is no cell of anycell.tf1"
-    for name in ("__call__", "call"):
-        if not str(getattr(getattr(cell, name), "__module__", "")).startswith(__package__ + "."):
+    for name in ("__call__", "build", "call"):
+        if not _ours(getattr(cell, name)):
             return f"{kind}.{name} is not anycell's"
     return None
+
+
+def _ours(method: Any) -> bool:
+    """Whether a method is not the user's own."""
+    return str(getattr(method, "__module__", "")).startswith(__package__ + ".")
 
 
 # -- what is given ---------------------------------------------------------------------------------

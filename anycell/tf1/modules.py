@@ -30,7 +30,8 @@ def _activation(value: Any) -> str:
         names = name, _SYNONYMS.get(name, name)
         if isinstance(value, str) and value in names and value in _NAMES:
             return name
-        places = (getattr(place, n, None) for n in names for place in (tf.nn, tf.math, tf))
+        modules = tf.nn, tf.math, tf, v1.nn, v1.math, v1
+        places = (getattr(place, n, None) for n in names for place in modules)
         if callable(value) and value in (*places, getattr(keras.activations, name, None)):
             return name
     raise ValueError(
@@ -94,7 +95,7 @@ class KernelCell(Explained, RNNCell):
     @property
     def named(self) -> dict[str, tf.Variable]:
         """The cell's variables, by their names in a checkpoint below its scope."""
-        return dict(self._weights)
+        return self._weights | super().named
 
     def build(self, inputs_shape: Any) -> None:
         """Makes the variables for inputs of that shape or width. Without initializers, kernels take
@@ -132,15 +133,14 @@ class KernelCell(Explained, RNNCell):
         """Returns a variable's value in the dtype of the computation."""
         return tf.cast(tf.convert_to_tensor(self._weights[name]), self._computed)
 
-    def restore(self, checkpoint: str, scope: str) -> None:
-        super().restore(checkpoint, scope)
-        reader = tf.train.load_checkpoint(checkpoint)
+    def _restore(self, reader: Any, scope: str) -> None:
         shapes = reader.get_variable_to_shape_map()
         kernel = next(iter(self._shapes(0)))
         stored = shapes.get(f"{scope}/{kernel}")
         width = 0 if stored is None else stored[0] - self.output_size
         if width > 0:
-            self.build(width)
+            with self._scoped():
+                self._build(width, reader.get_variable_to_dtype_map()[f"{scope}/{kernel}"])
         wanted = self._shapes(width)
         for name, shape in wanted.items():
             saved = shapes.get(f"{scope}/{name}")
@@ -148,8 +148,7 @@ class KernelCell(Explained, RNNCell):
                 fault = "missing" if saved is None else f"of shape {tuple(saved)}"
                 shown = f"{scope!r}, whose {name} in the checkpoint is {fault}"
                 refuse("scope", shown, f"shape {shape}", f"It has: {', '.join(sorted(shapes))}.")
-        for name in wanted:
-            self._weights[name].assign(reader.get_tensor(f"{scope}/{name}"))
+        super()._restore(reader, scope)
 
     # -- runs ------------------------------------------------------------------------------------
     @property

@@ -184,6 +184,7 @@ ACTIVATIONS = [
     # Not tf.nn.leaky_relu, whose slope is a float32.
     *(tf.nn.elu, tf.exp, tf.identity, tf.math.log_sigmoid, tf.nn.relu),
     *(tf.nn.relu6, tf.nn.selu, tf.nn.sigmoid, tf.nn.silu, tf.nn.softplus, tf.nn.softsign, tf.tanh),
+    *(tf.compat.v1.nn.tanh, tf.compat.v1.math.log_sigmoid),
     *(keras.activations.hard_sigmoid, keras.activations.hard_silu, keras.activations.mish),
 ]
 
@@ -287,6 +288,94 @@ def test_checkpoints_of_a_stack(tmp_path: Path, rng: np.random.Generator) -> Non
         t1.BasicLSTMCell(UNITS).restore(path, "rnn")
     with pytest.raises(ValueError, match=r"w_f_diag in the checkpoint is missing"):
         t1.LSTMCell(UNITS, use_peepholes=True).restore(path, f"{scope}/cell_0/a-b")
+
+
+def test_a_checkpoint_of_float64(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A cell without a dtype takes that of the checkpoint; a given dtype stays."""
+    cell, x = t1.GRUCell(UNITS), random(rng, ROWS, STEPS, WIDTH, dtype="float64")
+    right, path = t1.dynamic_rnn(cell, x)[0], str(tmp_path / "model")
+    saved = {f"gru/{name}": variable for name, variable in cell.named.items()}
+    tf.compat.v1.train.Saver(saved).save(None, path)
+    for given, dtype in ((None, "float64"), ("float32", "float32")):
+        other = t1.GRUCell(UNITS, dtype=given)
+        other.restore(path, "gru")
+        assert {variable.dtype for variable in other.variables} == {tf.as_dtype(dtype)}
+        outputs = t1.dynamic_rnn(other, tf.cast(x, dtype))[0]
+        assert_close(outputs.numpy(), right.numpy(), dtype, "forward")
+
+
+def own_cells() -> list[Any]:
+    """Cells of users with one step: variables from ``call``, from ``build``, and besides ours."""
+
+    class Inline(t1.RNNCell):
+        state_size = output_size = UNITS
+
+        def call(self, inputs: Any, state: Any) -> Any:
+            shape = inputs.shape[-1] + UNITS, UNITS
+            w = tf.compat.v1.get_variable("w", shape, inputs.dtype)
+            state = tf.tanh(tf.concat([inputs, state], 1) @ w)
+            return state, state
+
+    class Built(t1.RNNCell):
+        state_size = output_size = UNITS
+
+        def build(self, inputs_shape: Any) -> None:
+            self.w = self.add_variable("w", [inputs_shape[-1] + UNITS, UNITS])
+            bias = self.add_weight("bias", [UNITS], initializer="zeros", trainable=False)
+            assert (bias.dtype, bias.trainable) == (self.w.dtype, False)
+            self.built = True
+
+        def call(self, inputs: Any, state: Any) -> Any:
+            state = tf.tanh(tf.concat([inputs, state], 1) @ self.w)
+            return state, state
+
+    class Scaled(t1.GRUCell):
+        def build(self, inputs_shape: Any) -> None:
+            super().build(inputs_shape)
+            self.scale = self.add_variable("scale", [UNITS], initializer="ones")
+
+        def call(self, inputs: Any, state: Any) -> Any:
+            output, state = super().call(inputs, state)
+            start = tf.constant(2.0, output.dtype)
+            w = tf.compat.v1.get_variable("w", None, output.dtype, start)
+            return output * self.scale * w, state
+
+    return [Inline(), Built(), Scaled(UNITS, tf.compat.v1.nn.tanh)]
+
+
+@pytest.mark.parametrize("k", range(3), ids=["call", "build", "of ours"])
+def test_cells_of_users_keep_their_variables(
+    k: int, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """In eager mode, in functions, and in a graph of version 1, by the same names."""
+    x, path = random(rng, ROWS, STEPS, WIDTH, dtype="float64"), str(tmp_path / "model")
+    names = [["w"], ["bias", "w"], None][k]
+    cell, other, late = (own_cells()[k] for _ in range(3))
+    right = t1.dynamic_rnn(cell, x)[0]
+    names = names or [*t1.GRUCell(UNITS)._shapes(0), "scale", "w"]
+    assert sorted(cell.named) == sorted(names)
+    assert {v.name for v in cell.variables} == {f"rnn/{cell.name}/{name}:0" for name in names}
+    saved = {f"rnn/{cell.name}/{name}": variable for name, variable in cell.named.items()}
+    assert {variable.dtype for variable in saved.values()} == {tf.float64}
+    tf.compat.v1.train.Saver(saved).save(None, path)
+    for run in (cell, other):  # in the order eager, function; and function, function, eager
+        first, second = (
+            tf.function(lambda x, run=run: t1.dynamic_rnn(run, x)[0], autograph=False)
+            for _ in range(2)
+        )
+        assert np.array_equal(first(x), first(x))
+        assert np.array_equal(first(x), second(x))
+        assert_close(t1.dynamic_rnn(run, x)[0].numpy(), first(x).numpy(), "float64", "forward")
+        assert len(run.variables) == len(names)
+    if k < 2:
+        with pytest.raises(ValueError, match=f"restore: given a new {type(cell).__name__}"):
+            late.restore(path, f"rnn/{cell.name}")
+    other.restore(path, f"rnn/{cell.name}")
+    assert_close(t1.dynamic_rnn(other, x)[0].numpy(), right.numpy(), "float64", "forward")
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        outputs = t1.dynamic_rnn(late, tf.constant(x.numpy()))[0]
+        tf.compat.v1.train.Saver().restore(session, path)
+        assert_close(session.run(outputs), right.numpy(), "float64", "forward")
 
 
 def test_variables_have_the_names_and_shapes_of_version_1() -> None:
