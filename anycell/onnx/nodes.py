@@ -54,7 +54,8 @@ def load(model: Any, framework: str = "torch") -> Any:
 
     As in ONNX Runtime, ``clip`` bounds the arguments of gates, not that of an LSTM's last
     activation; ``input_forget`` makes f = 1 - i; and ``activation_alpha`` has numbers for those
-    activations that take one. A row of length 0 ends in its initial state, which ONNX leaves open
+    activations that take one. Without it, ``ThresholdedRelu`` takes 1.0, ONNX's default, where ONNX
+    Runtime takes 0. A row of length 0 ends in its initial state, which ONNX leaves open
     (in ONNX Runtime it ends in zeros). A ``Scan``, as ``export`` writes it, is not read.
 
     Raises:

@@ -41,6 +41,9 @@ NOTHING = (nn.Identity, nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 def parts(model: Any) -> Iterator[Part]:
     """The parts of a module, in order."""
     kind = type(model)
+    if any(array.is_meta for array in (*model.parameters(), *model.buffers())):
+        hint = "Call model.to_empty(device='cpu'), and load its weights."
+        refuse("model", "weights on the device 'meta'", "weights that have values", hint)
     if kind is nn.Sequential:
         for module in model.children():
             yield from parts(module)

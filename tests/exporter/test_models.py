@@ -200,6 +200,8 @@ def test_what_is_refused_of_torch(tmp_path: Path) -> None:
     for module in (nn.LSTM(6, 6), nn.Conv1d(6, 6, 3), nn.LayerNorm((2, 3)), nn.Softmax(0)):
         with pytest.raises(TypeError, match=re.escape(f"the module {module!r}; expected")):
             anycell.export(nn.Sequential(layer, module), tmp_path)
+    with pytest.raises(ValueError, match="model: given weights on the device 'meta'; expected"):
+        anycell.export(nn.Sequential(layer, nn.Linear(6, 2, device="meta")), tmp_path)
 
 
 def test_what_is_refused_of_keras(tmp_path: Path) -> None:
