@@ -149,7 +149,11 @@ def models(backend: str, hidden: int) -> list[Run]:
             Run("Pendulum", numpy.rnn(Pendulum, hidden, YEAR), teal),
         ]
     import forecaster_torch as torch
+    from torch import set_num_threads
 
+    # PyTorch's threads wait for each other in busy loops: with two, torch.nn.LSTM takes 0.7 of the
+    # time where both cores are free, and 10 to 40 times as long where other processes want them.
+    set_num_threads(1)
     theirs, ours = torch.nn_lstm(hidden, YEAR), torch.lstm(hidden, YEAR)
     ours.load_state_dict(theirs.state_dict())  # both have the same names and shapes
     return [
@@ -270,8 +274,8 @@ def main() -> int:
         fine = apart <= SAME
         says = "[green]the same[/green]" if fine else "[red]NOT the same[/red]"
         console.print(
-            f"- Both LSTMs start from the same weights, and their loss curves are {says}: they "
-            f"differ by at most {apart:.0e}, relatively."
+            "- Both LSTMs start from the same weights and train on one thread, and their loss "
+            f"curves are {says}: they differ by at most {apart:.0e}, relatively."
         )
         slower, apart = against_loop(own, series)
         console.print(
