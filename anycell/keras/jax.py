@@ -143,8 +143,7 @@ def loop(read: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
         add_recent(read.functions, sort, looped, MOST)
     values = [variable.value for variable in variables]
     arrays = call.sequences, list(call.states), list(call.masks), call.mask
-    results: tuple[Tensor, Tensor, list[Tensor]] = read.functions[sort](values, *arrays)
-    return results
+    return read.functions[sort](values, *arrays)
 
 
 def _loop(call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:

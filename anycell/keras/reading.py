@@ -121,19 +121,14 @@ def elsewhere(cell: Any) -> str | None:
 
 def unreadable() -> str | None:
     """Returns why steps that were read cannot run here and now, or None."""
-    if keras.backend.backend() != "torch":
-        return None
-    why: str | None = _home().unreadable()
-    return why
+    return _home().unreadable() if keras.backend.backend() == "torch" else None
 
 
 def short(sequences: Tensor, states: Any) -> bool:
     """Whether Keras's loop over ``sequences`` ``[B, T, ...]`` takes less time than a kernel."""
     rows, steps = sequences.shape[:2]
-    if keras.backend.backend() != "tensorflow":
-        return False
-    few: bool = _home().short(steps, rows, tree.flatten(states))
-    return few
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and _home().short(steps, rows, tree.flatten(states))
 
 
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:

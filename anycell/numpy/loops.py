@@ -13,32 +13,12 @@ import numpy as np
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
 from anycell.numpy.mirror import Mirror
-from anycell.numpy.read import (
-    Arrays,
-    Recording,
-    Tape,
-    Taped,
-    Traced,
-    execute,
-    read_step,
-    shaped,
-    start,
-)
+from anycell.numpy.read import Arrays, Recording, Tape, Taped, Traced, execute, read_step, shaped
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import (
-    SHORT,
-    Refused,
-    Values,
-    Variable,
-    definition,
-    mapped,
-    one_way,
-    places,
-    short,
-    trees,
-)
+from anycell.read import Refused, Values, Variable, definition, mapped, one_way, places, trees
 from anycell.read.proof import STEPS, tried
+from anycell.read.short import SHORT, short
 from anycell.recent import add_recent
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -245,8 +225,7 @@ class _Run:
 
     def fixed(self, v: Variable) -> np.ndarray:
         """A value of kind F."""
-        array: np.ndarray = self._once[v]
-        return array
+        return self._once[v]
 
     def moving(self, v: Variable) -> np.ndarray:
         """A result that depends on no state, at all steps."""
@@ -312,7 +291,8 @@ class _Read:
         layer = self._layers.get(how)
         if layer is None:
             made = plan(reading.cell, reading.size, self.dtype, engine, reading.sizes)
-            layer = reading.called(self.wanted, Options(threads=how[0]), plan=made)
+            options = Options(threads=how[0]).unread()
+            layer = reading.called(self.wanted, options, plan=made)
             self._layers[how] = layer
         return reading.named(one_way(passes.run)(layer, named), self.wanted)
 
@@ -338,7 +318,7 @@ class _Read:
         names = [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in part]
         given = (*arrays, *xs, *first)
         record = Taped([*given, *made])
-        left: Any = iter(record.traced)
+        left: Any = iter(record.stand_ins)
         arrays, xs, first = ([next(left) for _ in part] for part in (arrays, xs, first))
         ends, series = ({name: next(left) for name in part} for part in states)
         names = [*[f"a[{k}]" for k in range(len(given))], *names]
@@ -407,7 +387,7 @@ class _Call:
                 "besides counters"
             )
         (self.dtype,) = reals
-        self.recording, self.traced = start([array[0] for array in self.xs], self.first)
+        self.recording, self.traced = Recording.of_step([x[0] for x in self.xs], self.first)
         self.arrays = self.recording.arrays
 
     def stand_in(self, slots: list[int]) -> Callable[[np.ndarray], Traced]:

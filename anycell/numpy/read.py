@@ -13,21 +13,11 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from anycell import read
-from anycell.read import (
-    Body,
-    Equation,
-    Reading,
-    Refused,
-    Rule,
-    Value,
-    Values,
-    Variable,
-    leaves,
-    mapped,
-    places,
-    row,
-    tape,
-)
+from anycell.read import places, tape
+from anycell.read.body import Body, Equation, Rule, Values, Variable, row
+from anycell.read.reading import Reading
+from anycell.read.trees import leaves, mapped
+from anycell.read.units import Refused, Value
 
 places.skip(np)
 
@@ -75,6 +65,18 @@ class Recording(Body):
     arrays: list[np.ndarray] = field(default_factory=list)
     refusal: Refused | None = None
     reading: Reading = field(init=False)
+
+    @classmethod
+    def of_step(
+        cls, xs: Sequence[np.ndarray], states: Sequence[np.ndarray]
+    ) -> tuple[Recording, list[Traced]]:
+        """A recording, and the arrays to call the step with: those of x, then the states."""
+        made = cls([], list(map(_variable, xs)), list(map(_variable, states)), [], [], [])
+        return made, made.traced([*made.x, *made.states], [*xs, *states])
+
+    def traced(self, variables: Sequence[Variable], arrays: Sequence[Any]) -> list[Traced]:
+        """The stand-ins of arrays."""
+        return [Traced(self, v, array) for v, array in zip(variables, arrays, strict=True)]
 
     def of(self, array: np.ndarray) -> Variable:
         """An array that the step has from elsewhere."""
@@ -210,7 +212,7 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     recording.equations.append(
         Equation(function, arguments, options, results, places.here(), name, function)
     )
-    made = [Traced(recording, v, part) for v, part in zip(results, parts, strict=True)]
+    made = recording.traced(results, parts)
     return made if several else made[0]
 
 
@@ -232,7 +234,7 @@ class Taped(Recording):
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         super().__init__(list(map(_variable, arrays)), [], [], [], [], [])
-        self.traced = [Traced(self, v, a) for v, a in zip(self.fixed, arrays, strict=True)]
+        self.stand_ins = self.traced(self.fixed, arrays)
 
     def of(self, array: np.ndarray) -> Variable:
         variable = _variable(array)
@@ -265,13 +267,6 @@ class Tape(tape.Tape):
 
     def _single(self, node: Equation) -> bool:
         return super()._single(node) and node.source not in _LISTS
-
-
-def start(xs: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> tuple[Recording, list[Traced]]:
-    """A recording, and the arrays to call the step with: those of x, then the states."""
-    recording = Recording([], list(map(_variable, xs)), list(map(_variable, states)), [], [], [])
-    inputs = zip((*recording.x, *recording.states), (*xs, *states), strict=True)
-    return recording, [Traced(recording, v, array) for v, array in inputs]
 
 
 # -- rules -----------------------------------------------------------------------------------------

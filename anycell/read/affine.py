@@ -26,15 +26,10 @@ class Matrix:
         columns: its columns, or for the identity the rows that the columns pick.
     """
 
-    fetch: Callable[[Run], Any] | None
+    fetch: Any
     rows: np.ndarray
     columns: np.ndarray
     sign: int = 1
-
-    def joined(self, after: Matrix) -> Matrix | None:
-        """Both as one, if the next matrix continues this one, column by column."""
-        alike = self.fetch is not None and np.array_equal(self.rows, after.rows)
-        return _joined(self, after) if alike else None
 
     def transposed(self, run: Run, arrays: Any) -> Any:
         """The matrix as an array ``[out, in]``."""
@@ -60,18 +55,21 @@ class Constant:
     sign: int = 1
     per_row: bool = False
 
-    def joined(self, after: Constant) -> Constant | None:
-        """Both as one, if the next numbers follow these in one array."""
-        return _joined(self, after)
-
     def array(self, run: Run, arrays: Any) -> Any:
         """``[rows or 1, n]``."""
         array = arrays.index(self.fetch(run), self.columns)
         return -array if self.sign < 0 else array
 
 
-def _joined(a: Any, b: Any) -> Any:
+def joined(a: Any, b: Any) -> Any:
+    """Two matrices, constants or numbers as one, if the columns of the second follow those of the
+    first in one array; else None.
+    """
+    if isinstance(a, float) or isinstance(b, float):
+        return a if a == b else None
     if (a.fetch, a.sign) != (b.fetch, b.sign) or a.columns[-1] + 1 != b.columns[0]:
+        return None
+    if isinstance(a, Matrix) and (a.fetch is None or not np.array_equal(a.rows, b.rows)):
         return None
     return replace(a, columns=np.concatenate([a.columns, b.columns]))
 
@@ -99,11 +97,25 @@ class Affine:
         """Whether a constant differs from row to row, as no bias can."""
         return any(isinstance(c, Constant) and c.per_row for c in self.constants)
 
+    def followed(self, after: Affine) -> Affine | None:
+        """Both maps as one of more columns of the same matrices; None if they have others."""
+        (sources, matrices), (others, further) = (
+            ([source for source, _ in part.terms], [matrix for _, matrix in part.terms])
+            for part in (self, after)
+        )
+        if sources != others or len(self.constants) != len(after.constants):
+            return None
+        matrices = list(map(joined, matrices, further))
+        constants = tuple(map(joined, self.constants, after.constants))
+        if None in (*matrices, *constants):
+            return None
+        terms = tuple(zip(sources, matrices, strict=True))
+        return Affine(self.size + after.size, terms, constants)
+
     def value(self, run: Run, arrays: Any) -> Any:
         """``[time or 1, rows or 1, size]``."""
         total = self.constant(run, arrays)
         for source, matrix in self.terms:
-            assert source.fetch is not None
             inputs = source.fetch(run)
             if matrix.fetch is None:
                 part = arrays.index(inputs, matrix.columns)
@@ -160,23 +172,19 @@ def affine(graph: Graph, units: Units) -> Affine | None:
 def _outer(source: Source, at: Units) -> Affine:
     if source.kind == "X":
         return Affine(len(at), ((source, Matrix(None, np.arange(source.size), at)),))
-    fetch = source.fetch
-    assert fetch is not None
-    first = lambda run: fetch(run)[0]  # noqa: E731
-    constant = Constant(_kept(source, "first", first), at, 1, source.per_row)
-    return Affine(len(at), (), (constant,))
+    first = _kept(source, "first", lambda run: source.fetch(run)[0])
+    return Affine(len(at), (), (Constant(first, at, 1, source.per_row),))
 
 
 def _kept(source: Source, name: str, fetch: Callable[[Run], Any]) -> Callable[[Run], Any]:
     """``fetch``, computed once a call, and the same function for all columns of a source."""
-    return source.kept.setdefault(name, lambda run: once(run, fetch))
+    return source.kept.setdefault(name, once(fetch))
 
 
 def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
     if source.heads > 1:
         return None
     weight, arrays = source.fetch, graph.arrays
-    assert weight is not None
     terms: list[tuple[Source, Matrix]] = []
     constants: list[Constant | float] = []
     for number, (units, row) in enumerate(source.operands):

@@ -18,7 +18,7 @@ from anycell.read.functions import Functions
 from anycell.read.printer import read
 from anycell.read.reading import Reading
 from anycell.read.trees import leaves, mapped
-from anycell.read.units import Graph, Outer, Refused, Value
+from anycell.read.units import KINDS, Graph, Outer, Refused, Value
 
 Array = Any
 Rule = str | Callable[..., Any]
@@ -145,7 +145,7 @@ class Body:
         for k, v in enumerate(self.states):
             v.kind = "X" if k in ahead else "S" if k in changing else "F"
         for equation in self.equations:
-            kind = max((v.kind for v in equation.operands), key="FXS".index, default="F")
+            kind = max((v.kind for v in equation.operands), key=KINDS.index, default="F")
             for v in equation.results:
                 v.kind = "X" if equation.random and kind == "F" else kind
 
@@ -459,6 +459,6 @@ def _affine(graph: Graph, source: Any) -> bool:
     return not (len(moving) > 1 if source.op == "mul" else source.op == "div" and 1 in moving)
 
 
-def row(name: str, **fixed: Any) -> Rule:
+def row(name: str) -> Rule:
     """A row that calls a function of the reader with operands alone, whatever the options."""
-    return lambda reader, *operands, **_: getattr(reader, name)(*operands, **fixed)
+    return lambda reader, *operands, **_: getattr(reader, name)(*operands)

@@ -201,15 +201,13 @@ class Functions:
         return self.graph.reduce("max", value, self._axes(value, axes), keep)
 
     def min(self, value: Value, axes: Any = None, keep: bool = False) -> Value:
-        most: Value = self.op("neg", self.max(self.op("neg", value), axes, keep))
-        return most
+        return self.op("neg", self.max(self.op("neg", value), axes, keep))
 
     def mean(self, value: Value, axes: Any = None, keep: bool = False, less: float = 0) -> Value:
         """The mean, or the sum over a count that is ``less`` lower."""
         axes = self._axes(value, axes)
         count = math.prod(value.shape[axis] for axis in axes) - less
-        mean: Value = self.op("mul", self.sum(value, axes, keep), 1.0 / count)
-        return mean
+        return self.op("mul", self.sum(value, axes, keep), 1.0 / count)
 
     def variance(
         self, value: Value, axes: Any = None, keep: bool = False, less: float = 0

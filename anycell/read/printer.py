@@ -21,7 +21,7 @@ from anycell.lang.cell import ARRAYS
 from anycell.lang.declare import MOST, RECURRENT
 from anycell.lang.expr import Expr, apply, const, listing, topological
 from anycell.lang.text import from_text
-from anycell.read.affine import Affine, Constant, Matrix, affine
+from anycell.read.affine import Affine, Constant, Matrix, affine, joined
 from anycell.read.arrays import merged, neighbours
 from anycell.read.reading import Flags, Piece, Reading
 from anycell.read.units import Graph, Refused, Source, Units, Value, occurrences
@@ -182,18 +182,16 @@ class _Printer:
         return None
 
     def _flags(self, condition: tuple[int, bool], restored: list[Any] | None) -> Flags:
-        unit, inverted = condition
-        source = self.graph.owner(unit)
+        (unit, inverted), graph = condition, self.graph
+        source = graph.owner(unit)
         at = unit - source.start
         if restored is None:
             return Flags(source, at, inverted)
         parts = []
         for piece in self.pieces:
             value = restored[piece.state]
-            if isinstance(value, float):
-                parts.append(Affine(piece.size, (), (value,)))
-                continue
-            part = affine(self.graph, value[piece.at])
+            number = isinstance(value, float)
+            part = Affine(piece.size, (), (value,)) if number else affine(graph, value[piece.at])
             if part is None:
                 raise Refused("this step resets states to a value that is computed in the step")
             parts.append(part)
@@ -292,9 +290,14 @@ class _Printer:
         """A value of one unit as ``size`` equal ones, where their number matters."""
         if self.sizes.get(node, 1) == size:
             return node
-        arrays = self.graph.arrays
-        ones = Constant(lambda run: arrays.constant(np.ones((1, size)), run.dtype), np.arange(size))
-        return self._node("mul", node, self._outside(Affine(size, (), (ones,)), False))
+        constant = self.graph.arrays.constant
+        ones = self._param(size, lambda run: constant(np.ones((1, size)), run.dtype))
+        return self._node("mul", node, ones)
+
+    def _param(self, size: int, fetch: Callable[[Any], Any]) -> Expr:
+        """The parameter of the numbers ``fetch(run) -> [1, size]``."""
+        constant = Constant(fetch, np.arange(size))
+        return self._outside(Affine(size, (), (constant,)), False)
 
     def _outside(self, part: Affine, boolean: bool) -> Expr:
         """A gate, a parameter or the static input."""
@@ -364,7 +367,6 @@ class _Printer:
                         yield node, places[here][order]
 
     def _matmul(self, source: Source, at: Units) -> Expr:
-        assert source.fetch is not None
         if source.heads > 1:
             return self._heads(source, at)
         terms = [
@@ -408,13 +410,11 @@ class _Printer:
             return self._output(operand, matrix, size)
         # One row or one column is no matmul: its numbers are parameters.
         arrays = self.graph.arrays
+        column = lambda run: matrix.transposed(run, arrays)  # noqa: E731
         if rows == 1:
-            row = lambda run: arrays.move(matrix.transposed(run, arrays), 0, 1)  # noqa: E731
-            constant = Constant(row, np.arange(size))
-            return self._node("mul", operand, self._outside(Affine(size, (), (constant,)), False))
-        constant = Constant(lambda run: matrix.transposed(run, arrays), np.arange(rows))
-        weights = self._outside(Affine(rows, (), (constant,)), False)
-        return lang.sum(operand * weights)
+            row = self._param(size, lambda run: arrays.move(column(run), 0, 1))
+            return self._node("mul", operand, row)
+        return lang.sum(operand * self._param(rows, column))
 
     # -- text ------------------------------------------------------------------------------------
     def reading(self) -> Reading:
@@ -450,7 +450,7 @@ class _Printer:
         text = f"from anycell import {names}\n\n\n" + "\n".join(lines) + "\n"
         cell = from_text(text)
         weights = {
-            product.name: (product.heads, tuple(merged(product.blocks, Matrix.joined)))
+            product.name: (product.heads, tuple(merged(product.blocks, joined)))
             for product in self.products.values()
         }
         return Reading(

@@ -41,7 +41,7 @@ class Surroundings(Watched):
         labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         watched: variables of code, of classes and of objects among them; see ``Watched``.
-        attributes: of the modules: dictionaries, keys and values; ``sizes`` of the dictionaries.
+        sizes: the dictionaries of modules, and how many variables they have.
         changing: what code reads that changes unseen, if there is any.
         owners: classes by the ids of their variables.
         token: a number that stands for the guards.
@@ -54,7 +54,6 @@ class Surroundings(Watched):
     held: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
-    attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
     owners: dict[int, type] = field(default_factory=dict)
     changing: str = ""
@@ -112,7 +111,6 @@ class Surroundings(Watched):
             now, old = read(holder, key), name(value)
             checks.append(f"({now} is {old} or {name(equal)}({now}, {old}))")
         checks += [f"{name(alike)}({name(of)}, {name(copy)})" for of, copy in self.containers]
-        checks += [f"{item(of, key)} is {name(value)}" for of, key, value in self.attributes]
         sizes = [(name(of), size) for of, size in self.sizes]
         checks += [f"len({of}) == {size}" if size else f"not {of}" for of, size in sizes]
         hooks = [item(vars(module), key) for module in self.modules for key in _HOOKS]
@@ -123,8 +121,7 @@ class Surroundings(Watched):
             f"def compared(unhooked):\n    if {' and '.join(checks)}:\n        return [{found}]\n"
         )
         exec(compile(text, "<around>", "exec"), space)
-        compared: Callable[[bool], list[Tensor] | None] = space["compared"]
-        return compared
+        return space["compared"]
 
     def tensors(self) -> list[Tensor]:
         return [value_of(holder, name) for holder, name in self.places]
@@ -203,11 +200,11 @@ class Surroundings(Watched):
         self.guards += [type(module), *module._modules]
         held, tables = vars(module), [vars(module)[name] for name in _TABLES]
         named = [n for n in held if n not in _ORDINARY or (n in _TABLES and held[n])]
-        self.attributes += [(held, name, held[name]) for name in named]
-        self.attributes += [(tables[-1], *child) for child in tables[-1].items()]
+        self.watched += [(held, name, held[name]) for name in named]
+        self.watched += [(tables[-1], *child) for child in tables[-1].items()]
         self.sizes += [(table, len(table)) for table in (held, *tables)]
         for tensors in (module._parameters, module._buffers):
-            self.attributes += [(tensors, name, None) for name in tensors if tensors[name] is None]
+            self.watched += [(tensors, name, None) for name in tensors if tensors[name] is None]
             for name in tensors:
                 self._variable(tensors, name)
         names, read = ["forward"], set[str]()

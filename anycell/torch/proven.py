@@ -175,23 +175,27 @@ def _reached(around: Surroundings) -> list[Any]:
     return found
 
 
+# Sources of random numbers: what errors call them, and the methods that get and set their states. A
+# kernel may draw all numbers of torch at once.
+_SOURCES: dict[type, tuple[str, str, str]] = {
+    torch.Generator: ("", "get_state", "set_state"),
+    random.Random: ("Python's random", "getstate", "setstate"),
+    np.random.RandomState: ("numpy.random", "get_state", "set_state"),
+}
+
+
 def _sources(around: Surroundings) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """The sources that a step may draw numbers from, with functions that get and set their states;
-    no name where a kernel may draw all of them at once.
+    """The sources that a step may draw numbers from, with functions that get and set their
+    states.
     """
-    yield "Python's random", random.getstate, random.setstate
-    yield "numpy.random", np.random.get_state, np.random.set_state
-    for thing in around.held:
-        if isinstance(thing, torch.Generator):
-            yield "", thing.get_state, thing.set_state
-        elif isinstance(thing, random.Random):
-            yield "Python's random", thing.getstate, thing.setstate
-        elif isinstance(thing, np.random.RandomState):
-            yield "numpy.random", thing.get_state, thing.set_state
-        elif isinstance(thing, np.random.Generator):
+    of_modules: Any = random.getstate, np.random.get_state
+    for thing in (*(function.__self__ for function in of_modules), *around.held):
+        for kind, (name, get, put) in _SOURCES.items():
+            if isinstance(thing, kind):
+                yield name, getattr(thing, get), getattr(thing, put)
+        if isinstance(thing, np.random.Generator):
             bits = thing.bit_generator
-            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
-            yield "numpy.random", get, put
+            yield "numpy.random", partial(getattr, bits, "state"), partial(setattr, bits, "state")
 
 
 def _place(step: Any) -> str:
@@ -322,20 +326,22 @@ def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tenso
     """One step's input and states, of so many rows: random numbers, or if they are none, those of
     the call.
     """
-    device = call.xs[0].device
     generator = torch.Generator().manual_seed(seed)
 
     def like(tensor: Tensor, batched: bool) -> Tensor:
-        shape = (rows, *tensor.shape[1:]) if batched else tuple(tensor.shape)
         if tensor.is_floating_point():
-            numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return numbers.to(device, tensor.dtype)
+            shape = (rows,) * batched + tensor.shape[batched:]
+            return _random(shape, generator, call.xs[0].device, tensor.dtype)
         tensor = tensor.detach()
         return _of_rows(tensor, rows) if batched else tensor.clone()
 
     # A state without rows keeps its shape: the step must return it as it was.
     states = [like(t, call.has_rows(t, 0)) for t in call.state]
     return [like(x[0], call.has_rows(x, 1)) for x in call.xs], states
+
+
+def _random(shape: Any, generator: torch.Generator, device: Any, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
 # -- the proof -------------------------------------------------------------------------------------
@@ -359,29 +365,30 @@ def _compared(
 ) -> str | None:
     rows, recorded = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
+    buffers = {id(module._buffers) for module in around.modules}
     tensors, inputs = [], []
-    for tensor, var in zip(around.tensors(), plan.recording.fixed, strict=True):
-        tensor = tensor if var.axis is None else tensor[:rows]
-        tensor = tensor.detach().to(dtype if tensor.dtype is recorded else tensor.dtype, copy=True)
-        tensors.append(tensor)
-    buffers = [module._buffers for module in around.modules]
-    for tensor, now, (holder, _) in zip(tensors, around.tensors(), around.places, strict=True):
-        constant = not now.requires_grad and any(holder is other for other in buffers)
-        tensor.requires_grad_(tensor.is_floating_point() and not constant)
+
+    def tried_in(tensor: Tensor) -> torch.dtype:
+        return dtype if tensor.dtype is recorded else tensor.dtype
+
+    for tensor, var, (holder, _) in zip(
+        around.tensors(), plan.recording.fixed, around.places, strict=True
+    ):
+        constant = not tensor.requires_grad and id(holder) in buffers
+        part = tensor if var.axis is None else tensor[:rows]
+        part = part.detach().to(tried_in(tensor), copy=True)
+        tensors.append(part.requires_grad_(part.is_floating_point() and not constant))
     for x in call.xs:
         x = _of_rows(x.detach(), proof.STEPS)
         x = x[:, :rows] if call.has_rows(x, 1) else x
         if x.is_floating_point():
             generator = torch.Generator().manual_seed(7)
-            numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            x = numbers.to(x.device, dtype if x.dtype is recorded else x.dtype).requires_grad_()
+            x = _random(x.shape, generator, x.device, tried_in(x)).requires_grad_()
         inputs.append(x)
 
     def both(values: list[np.ndarray]) -> tuple[proof.Results, proof.Results]:
-        states = [
-            _started(state, number, call, rows, dtype if state.dtype is recorded else state.dtype)
-            for state, number in zip(call.state, values, strict=True)
-        ]
+        pairs = zip(call.state, values, strict=True)
+        states = [_started(state, number, call, rows, tried_in(state)) for state, number in pairs]
         plain: dict[str, Any] = {"mask": None, "resets": None, "restored": None, "reverse": False}
         trial = call._replace(xs=inputs, state=states, rows=rows, **plain)
         named = [*zip(around.labels, tensors, strict=True)]

@@ -446,8 +446,7 @@ class Run:
 
     def fixed(self, v: Variable) -> Tensor:
         """A value of kind F."""
-        tensor: Tensor = self._values[v]
-        return tensor
+        return self._values[v]
 
     def moving(self, v: Variable) -> Tensor:
         """A value of kind X, at all steps: ``[T, ...]``."""
