@@ -18,16 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from anycell import read
-from anycell.jax.equations import (
-    at_all_steps,
-    defined,
-    execute,
-    found,
-    inlined,
-    origin,
-    place,
-    variable,
-)
+from anycell.jax.equations import defined, execute, inlined, origin, place, variable
 from anycell.jax.framework import Stored
 from anycell.jax.primitive import planned
 from anycell.jax.primitive import run as run_layer
@@ -184,7 +175,7 @@ class Body(read.Body):
         for k, values in zip(self.ahead, run.final, strict=True):
             last[k] = values
         final = list(map(jnp.asarray, last))  # what is transposed is ``Stored``
-        return [*final, *at_all_steps(self.outputs, run.series, run.values, steps)]
+        return [*final, *run.at_all_steps(self.outputs)]
 
 
 class Run:
@@ -205,8 +196,7 @@ class Run:
         results = [body.after[k] for k in body.ahead]
 
         def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-            known = dict(zip((*carried, *body.x), (*carry, *x), strict=True))
-            values = Values(known, execute, found(self.values))
+            values = self._one_step(dict(zip((*carried, *body.x), (*carry, *x), strict=True)))
             return [values[v] for v in results], carry
 
         self.final: list[Array] = []
@@ -227,9 +217,21 @@ class Run:
         """A value of kind X at all steps; with it, all that are needed."""
         if v not in self.series:
             wanted = self.body.moved
-            values = at_all_steps(wanted, self.series, self.values, self.steps)
-            self.series |= dict(zip(wanted, values, strict=True))
+            self.series |= dict(zip(wanted, self.at_all_steps(wanted), strict=True))
         return self.series[v]
+
+    def at_all_steps(self, wanted: Sequence[Variable]) -> list[Array]:
+        """The values of variables at all steps."""
+
+        def one(*parts: Array) -> list[Array]:
+            values = self._one_step(dict(zip(self.series, parts, strict=True)))
+            return [jnp.asarray(values[v]) for v in wanted]
+
+        return jax.vmap(one, axis_size=self.steps)(*self.series.values()) if wanted else []
+
+    def _one_step(self, known: dict[Variable, Array]) -> Values:
+        """The values of one step, from these and those that are the same at all steps."""
+        return Values(known, execute, lambda v: self.values.get(v, v.constant))
 
 
 def _names(jaxpr: Any, consts: int, carries: int) -> list[str]:

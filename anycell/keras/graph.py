@@ -25,12 +25,10 @@ places.skip(keras, tf)
 # Operations with effects or with graphs inside, by how their names begin, and what errors say.
 _EFFECTS = {
     "Assign": ("changes a variable in a step", "keep the number as a state of the cell"),
-    "PyFunc": ("calls Python in each step", "write it in operations of the framework"),
-    "EagerPyFunc": ("calls Python in each step", "write it in operations of the framework"),
+    "PyFunc EagerPyFunc": ("calls Python in each step", "write it in operations of the framework"),
     "Print": ("prints in each step", "print the layer's outputs"),
     "While": ("has a loop within a step", "write the turns of the loop one after the other"),
-    "If": ("branches on data", "where(condition, a, b)"),
-    "Case": ("branches on data", "where(condition, a, b)"),
+    "If Case": ("branches on data", "where(condition, a, b)"),
     "PartitionedCall": ("calls a tf.function", "call the undecorated function"),
     "Random": ("draws random numbers in a step", "draw them for all steps, and pass them as x"),
     "Multinomial": ("draws random numbers in a step", "draw them for all steps, as part of x"),
@@ -127,9 +125,9 @@ class Traced:
         frames = reversed(list(op.traceback))
         where = places.place((frame.filename, frame.lineno) for frame in frames)
         kind = op.type.removeprefix("Stateless")
-        for start, (problem, instead) in _EFFECTS.items():
-            effect = op.op_def.is_stateful or start in ("While", "If", "Case", "PartitionedCall")
-            if kind.removeprefix("Stateful").startswith(start) and effect:
+        for starts, (problem, instead) in _EFFECTS.items():
+            effect = op.op_def.is_stateful or starts in ("While", "If Case", "PartitionedCall")
+            if kind.removeprefix("Stateful").startswith((*starts.split(),)) and effect:
                 raise Refused(f"this {problem}", instead, where)
         if op.op_def.is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
             raise Refused(f"{op.type} has effects beyond its result", where=where)

@@ -89,16 +89,16 @@ def _einsum(reader: Reader, operands: Sequence[Any], equation: str) -> Any:
     return reader.einsum(equation, *operands)
 
 
-TABLE: dict[str, Rule] = {
-    "Abs": "abs", "Add": "add", "AddV2": "add", "BiasAdd": "add", "Cos": "cos", "Div": "div",
-    "Elu": "elu", "Equal": "eq", "Erf": "erf", "Exp": "exp", "Expm1": "expm1", "Greater": "gt",
-    "GreaterEqual": "ge", "Inv": "reciprocal", "Less": "lt", "LessEqual": "le", "Log": "log",
-    "Log1p": "log1p", "LogicalAnd": "logical_and", "LogicalNot": "logical_not",
-    "LogicalOr": "logical_or", "Maximum": "maximum", "Minimum": "minimum", "Mul": "mul",
-    "Neg": "neg", "NotEqual": "ne", "RealDiv": "div", "Reciprocal": "reciprocal", "Relu": "relu",
-    "Rsqrt": "rsqrt", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin", "Snapshot": "identity",
-    "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt", "Square": "square",
-    "StopGradient": "stop_gradient", "Sub": "sub", "Tanh": "tanh",
+# Those that have their names in the language.
+_OPS = (
+    "Abs Add Cos Div Elu Erf Exp Expm1 Log Log1p Maximum Minimum Mul Neg Reciprocal Relu Rsqrt "
+    "Sigmoid Sign Sin Softplus Softsign Sqrt Square Sub Tanh"
+)
+TABLE: dict[str, Rule] = {name: name.lower() for name in _OPS.split()} | {
+    "AddV2": "add", "BiasAdd": "add", "Equal": "eq", "Greater": "gt", "GreaterEqual": "ge",
+    "Inv": "reciprocal", "Less": "lt", "LessEqual": "le", "LogicalAnd": "logical_and",
+    "LogicalNot": "logical_not", "LogicalOr": "logical_or", "NotEqual": "ne", "RealDiv": "div",
+    "Snapshot": "identity", "StopGradient": "stop_gradient",
 }  # fmt: skip
 TABLE |= dict.fromkeys(
     "BroadcastTo ConcatV2 ExpandDims GatherV2 Pack Reshape ReverseV2 Roll Slice Split SplitV "

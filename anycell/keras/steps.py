@@ -155,12 +155,11 @@ class Step:
         first, *_ = every = reading.cell.state_names
 
         def one_way(layer: Layer, arrays: Mapping[str, Tensor]) -> Any:
-            given = dict(arrays)
-            for name in arrays:  # what was turned need not be copied
-                if name.startswith("weight_") and (kernel := kernel_of(arrays[name])) is not None:
-                    given[TURNED + name] = kernel
-                    del given[name]
-            output, ends = recur(layer, given, sure)
+            named: dict[str, Tensor] = {}
+            for name, array in arrays.items():  # what was turned need not be copied
+                kernel = kernel_of(array) if name.startswith("weight_") else None
+                named |= {name: array} if kernel is None else {TURNED + name: kernel}
+            output, ends = recur(layer, named, sure)
             return output, ends[: len(every)], ends[len(every) :]
 
         ends, values = reading.ran(

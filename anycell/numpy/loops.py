@@ -254,19 +254,16 @@ class _Read:
         self.stable = not body.ahead and all(map(shaped, body.equations))
 
     def run(
-        self,
-        arrays: Sequence[Any],
-        xs: Sequence[Any],
-        first: Sequence[Any],
+        self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any],
         engine: str | None = None,
-    ) -> tuple[Tree, Tree]:
+    ) -> tuple[Tree, Tree]:  # fmt: skip
         """The outputs and the last state."""
         steps = len(xs[0])
         tape = self.tapes.get(steps)
         if isinstance(tape, Tape):
-            given = [*arrays, *xs, *first]
-            named, memory = tape.enter(given)
-            output, last = tape.leave(given, self.recur(named), memory)
+            all_arrays = [*arrays, *xs, *first]
+            named, memory = tape.enter(all_arrays)
+            output, last = tape.leave(all_arrays, self.recur(named), memory)
         else:
             run = _Run(self.body, arrays, xs, first)
             states = self.recur(self.enter(run, first), engine)
@@ -316,12 +313,12 @@ class _Read:
         """The tape of calls of so many steps; False if there is none."""
         made = [array for part in states for array in part.values()]
         names = [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in part]
-        given = (*arrays, *xs, *first)
-        record = Taped([*given, *made])
+        count = len(arrays) + len(xs) + len(first)
+        record = Taped([*arrays, *xs, *first, *made])
         left: Any = iter(record.stand_ins)
         arrays, xs, first = ([next(left) for _ in part] for part in (arrays, xs, first))
         ends, series = ({name: next(left) for name in part} for part in states)
-        names = [*[f"a[{k}]" for k in range(len(given))], *names]
+        names = [*[f"a[{k}]" for k in range(count)], *names]
         try:
             run = _Run(self.body, arrays, xs, first)
             entered = self.enter(run, first)
@@ -359,11 +356,11 @@ class _Known:
         """The reading with the arrays of a call; None if something is not what it was."""
         if isinstance(self.read, str):
             return self.read if self.mirror.fresh else None
-        found = self.mirror.arrays
-        if found is None:
+        read = self.mirror.arrays
+        if read is None:
             return None
         arrays: list[Any] = self.arrays.copy()
-        for slot, array in zip(self.slots, found, strict=True):
+        for slot, array in zip(self.slots, read, strict=True):
             arrays[slot] = array
         return self.read, arrays
 
@@ -473,10 +470,10 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = read.run(self.arrays, short, first, "reference")
+                reading = read.run(self.arrays, short, first, "reference")
             return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
-                for results in (step, mine)
+                for results in (step, reading)
             ]
 
         reason = tried([array.shape for array in self.first], both, self.dtype.name)

@@ -309,14 +309,17 @@ def _einsum(reader: Reader, equation: str, *operands: Any, **_: Any) -> Any:
     return reader.einsum(equation, *operands)
 
 
-TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved) | {
-    np.add: "add", np.subtract: "sub", np.multiply: "mul", np.divide: "div", np.negative: "neg",
-    np.positive: "identity", np.exp: "exp", np.log: "log", np.log1p: "log1p", np.expm1: "expm1",
-    np.sqrt: "sqrt", np.absolute: "abs", np.sign: "sign", np.square: "square", np.sin: "sin",
-    np.cos: "cos", np.tanh: "tanh", np.reciprocal: "reciprocal", np.maximum: "maximum",
-    np.minimum: "minimum", np.less: "lt", np.less_equal: "le", np.greater: "gt",
-    np.greater_equal: "ge", np.equal: "eq", np.not_equal: "ne", np.logical_and: "logical_and",
-    np.logical_or: "logical_or", np.logical_not: "logical_not", np.logical_xor: "logical_xor",
+# Those that have their names in the language.
+_OPS = (
+    "add exp log log1p expm1 sqrt sign square sin cos tanh reciprocal maximum minimum logical_and "
+    "logical_or logical_not logical_xor"
+)
+TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved)
+TABLE |= {getattr(np, name): name for name in _OPS.split()}
+TABLE |= {
+    np.subtract: "sub", np.multiply: "mul", np.divide: "div", np.negative: "neg",
+    np.positive: "identity", np.absolute: "abs", np.less: "lt", np.less_equal: "le",
+    np.greater: "gt", np.greater_equal: "ge", np.equal: "eq", np.not_equal: "ne",
     np.bitwise_and: "logical_and", np.bitwise_or: "logical_or", np.invert: "logical_not",
     np.bitwise_xor: "logical_xor",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import traceback
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Folders whose code is not the user's; frontends add their frameworks.
 SKIPPED = [str(Path(__file__).parents[1])]
@@ -76,3 +78,11 @@ def raised(error: BaseException) -> str:
     """The user's line that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     return place((frame.filename, frame.lineno) for frame in reversed(frames))
+
+
+def definition(function: Any) -> str:
+    """The file and line where a function begins, "" for one that is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""

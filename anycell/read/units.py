@@ -22,12 +22,9 @@ project x itself, however the projection is written.
 from __future__ import annotations
 
 import bisect
-import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -65,14 +62,6 @@ class Refused(Exception):
     def at(self, where: str) -> Refused:
         """The same, at this place if its own is not known."""
         return self if self.where else Refused(self.problem, self.instead, where)
-
-
-def definition(function: Any) -> str:
-    """The file and line where a function begins, "" for one that is not written in Python."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
 @dataclass(eq=False)

@@ -61,9 +61,9 @@ class Surroundings(Watched):
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
-        around = cls(step)
-        around.walk(step)
-        return around
+        surroundings = cls(step)
+        surroundings.walk(step)
+        return surroundings
 
     @property
     def title(self) -> str:
@@ -116,10 +116,8 @@ class Surroundings(Watched):
         hooks = [item(vars(module), key) for module in self.modules for key in _HOOKS]
         hooks += [name(getattr(modules, f"_global{key}")) for key in _HOOKS]
         checks.append(f"not (unhooked and ({' or '.join(hooks)}))")
-        found = ", ".join(read(holder, key) for holder, key in self.places)
-        text = (
-            f"def compared(unhooked):\n    if {' and '.join(checks)}:\n        return [{found}]\n"
-        )
+        tensors = ", ".join(read(holder, key) for holder, key in self.places)
+        text = f"def compared(unhooked):\n    if {' and '.join(checks)}: return [{tensors}]\n"
         exec(compile(text, "<around>", "exec"), space)
         return space["compared"]
 
@@ -155,8 +153,7 @@ class Surroundings(Watched):
         code, variables = function.__code__, function.__globals__
         self.guards.append(code)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self.guards.append(self._frozen(getattr(function, name)))
-            self.watched.append((function, name, getattr(function, name)))
+            self._variable(function, name)
         _, names = operations(code)
         for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._variable(cell, "cell_contents", label, names)
@@ -186,7 +183,7 @@ class Surroundings(Watched):
             elif hasattr(kind, name):  # what the object may have of its own later
                 self.watched.append((attributes, name, MISSING))
 
-    def _look(self, value: Any, label: str) -> None:
+    def _note_changing(self, value: Any, label: str) -> None:
         """Notes a thing, or what is in it, that changes unseen when code reads it."""
         inside = value.values() if type(value) is dict else value
         parts = inside if type(value) in (dict, list, tuple) else ()
@@ -199,12 +196,10 @@ class Surroundings(Watched):
         self.modules.append(module)
         self.guards += [type(module), *module._modules]
         held, tables = vars(module), [vars(module)[name] for name in _TABLES]
-        named = [n for n in held if n not in _ORDINARY or (n in _TABLES and held[n])]
-        self.watched += [(held, name, held[name]) for name in named]
-        self.watched += [(tables[-1], *child) for child in tables[-1].items()]
+        self.watched += [(held, name, held[name]) for name in _TABLES if held[name]]
+        self.watched += [(module._modules, *child) for child in module._modules.items()]
         self.sizes += [(table, len(table)) for table in (held, *tables)]
         for tensors in (module._parameters, module._buffers):
-            self.watched += [(tensors, name, None) for name in tensors if tensors[name] is None]
             for name in tensors:
                 self._variable(tensors, name)
         names, read = ["forward"], set[str]()
@@ -226,12 +221,12 @@ class Surroundings(Watched):
                 names += operations(method.__code__)[1]
             else:
                 self.guards.append((name, self._frozen(method)))
-        for name, value in [*module.__dict__.items()]:
+        for name, value in [*held.items()]:
             if name not in _ORDINARY:
-                self._variable(module.__dict__, name)
+                self._variable(held, name)
                 self._object(value, frozenset(read))
                 if name in read:
-                    self._look(value, name)
+                    self._note_changing(value, name)
 
     def add(self, holder: Any, name: Any, label: str) -> None:
         """Adds a tensor in a dictionary or in the cell of a closure."""
@@ -241,15 +236,15 @@ class Surroundings(Watched):
     def _variable(
         self, holder: Any, name: str, label: str = "", names: frozenset[str] | None = None
     ) -> None:
-        """Adds a variable, and watches it if code with these names reads it."""
+        """Adds a variable; if code with these names reads it, with what is in it."""
         value, label = value_of(holder, name), label or name
         if isinstance(value, Tensor):
             self.add(holder, name, label)
             return
+        self.watched.append((holder, name, value))
         if names is not None:
-            self.watched.append((holder, name, value))
             self._object(value, names)
-            self._look(value, label)
+            self._note_changing(value, label)
         if isinstance(value, _WALKED):
             self.walk(value)
         else:

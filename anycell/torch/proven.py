@@ -63,14 +63,12 @@ def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> An
     except Refused as refusal:
         return str(refusal.at(_place(around.step)))
     except Exception as error:  # whatever a step does under a recording that it does not do alone
-        where = f"{places.raised(error)}: ".removeprefix(": ")
-        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
-            return (
-                f"{where}this calls a torch.autograd.Function, whose derivative only it knows. "
-                "Instead: write the step in operations of torch"
-            )
         first = (str(error).strip().splitlines() or [""])[0]
-        return f"{where}this cannot be recorded. {type(error).__name__}: {first}"
+        problem, instead = f"this cannot be recorded. {type(error).__name__}: {first}", ""
+        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
+            problem = "this calls a torch.autograd.Function, whose derivative only it knows"
+            instead = "write the step in operations of torch"
+        return str(Refused(problem, instead, places.raised(error)))
 
 
 @contextmanager
@@ -152,27 +150,27 @@ def _reached(around: Surroundings) -> list[Any]:
     """Containers and arrays that a step may change: those around it, and what they and the objects
     among them have, up to a number. Attributes of an object are a dictionary.
     """
-    found, seen = list[Any](), set[int]()
+    reached, seen = list[Any](), set[int]()
     known = [*around.held, *(container for container, _ in around.containers)]
     left = [*(value for _, _, value in around.watched), *known]
     left += [value for module in around.modules for value in vars(module).values()]
-    while left and len(found) < _MOST:
+    while left and len(reached) < _MOST:
         thing = left.pop()
         if id(thing) in seen or isinstance(thing, (*_OTHER, nn.Module)):
             continue
         seen.add(id(thing))
         if isinstance(thing, np.ndarray):
             if thing.flags.writeable and thing.dtype != object and thing.size <= _MOST:
-                found.append(thing)
+                reached.append(thing)
         elif isinstance(thing, (dict, list, set, deque)):
-            found.append(thing)
+            reached.append(thing)
             left += [*thing.values()] if isinstance(thing, dict) else [*thing]
         elif isinstance(thing, tuple):
             left += thing
         elif type(thing).__module__.partition(".")[0] not in ("anycell", "torch"):
             attributes = getattr(thing, "__dict__", None)
             left += [attributes] if type(attributes) is dict else []
-    return found
+    return reached
 
 
 # Sources of random numbers: what errors call them, and the methods that get and set their states. A
@@ -231,10 +229,7 @@ class _Flat:
                 "return the new state in a new one, such as {**state, 'h': h}",
             )
         if changed:
-            raise Refused(
-                f"the step assigns a new tensor to {changed[0]}",
-                _RETURN,
-            )
+            raise Refused(f"the step assigns a new tensor to {changed[0]}", _RETURN)
         parts, output_tree = pytree.tree_flatten(output)
         after, state_tree = call.leaves_of(state)
         fixed = [(k, part) for k, part in enumerate(parts) if not isinstance(part, Tensor)]
@@ -292,8 +287,8 @@ def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
     moving = [v for v in made if v.kind == "X" and v.dtype != "none"]
     merged = call.batched and all(var.axis is not None for var in [*moving, *recording.x])
     reason: str | None = None
-    for way in (True, False) if merged else (False,):
-        plan = ReadStep(recording, reader, list(flat.trees), way)
+    for joined in (True, False) if merged else (False,):
+        plan = ReadStep(recording, reader, list(flat.trees), joined)
         reason = _tried(step, around, plan, call)
         if reason is None:
             return plan
@@ -305,8 +300,8 @@ def _same(recording: Recording, flat: _Flat, rows: int) -> None:
     """Refuses a step that does something else for so many rows than the recording shows."""
     other = flat.recorded((ROWS[0], rows))
     lines = ["", *(equation.where for equation in recording.equations), ""]
-    for where, mine, its in zip(lines, recording.lines(), other.lines(), strict=False):
-        if mine != its:
+    for where, line, twin in zip(lines, recording.lines(), other.lines(), strict=False):
+        if line != twin:
             raise otherwise(where)
 
 
@@ -396,11 +391,11 @@ def _compared(
         leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
         with torch.enable_grad():
             drawn = plan.values(trial, tensors).drawn()
-            mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
+            reading = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
-                return _results(plan.repeat(trial, tensors, drawn), leaves), mine
+                return _results(plan.repeat(trial, tensors, drawn), leaves), reading
             with around.swapped(tensors), _Casts(recorded, dtype):
-                return _results(stepwise(step, trial), leaves), mine
+                return _results(stepwise(step, trial), leaves), reading
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)

@@ -89,10 +89,10 @@ class Tape(tape.Tape):
         self.passed = frozenset(k for k, var in enumerate(self._inputs) if var in results)
         self.later = frozenset(k for k, var in enumerate(self._inputs) if var in self._late)
         if isinstance(entered, dict) and not self.memory:
-            self.sources = self._found(nodes[:split], entered)
+            self.sources = self._sources(nodes[:split], entered)
         return made
 
-    def _found(self, nodes: Sequence[Equation], entered: dict[str, Variable]) -> Sources | None:
+    def _sources(self, nodes: Sequence[Equation], entered: dict[str, Variable]) -> Sources | None:
         known = dict[Variable, Source]()
 
         def view(var: Variable, place: int) -> None:
@@ -100,8 +100,8 @@ class Tape(tape.Tape):
             offset = int(t.storage_offset() - base.storage_offset())
             known[var] = ((View(place, tuple(t.shape), t.stride(), offset),),)
 
-        for place, given in enumerate(self._inputs):
-            view(given, place)
+        for place, var in enumerate(self._inputs):
+            view(var, place)
         for node in nodes:
             var, of = node.results[0], [self._real(operand) for operand in node.operands]
             if not of or not known.keys() >= {*of}:
@@ -115,8 +115,10 @@ class Tape(tape.Tape):
                 first, second = pieces
                 if len(second) == 1 and first[0].shape == second[0].shape:
                     known[var] = ((*first, *second),)
-        found = {name: known.get(self._real(var)) for name, var in entered.items()}
-        return {n: made for n, made in found.items() if made} if all(found.values()) else None
+        sources = {
+            name: known[v] for name, var in entered.items() if (v := self._real(var)) in known
+        }
+        return sources if len(sources) == len(entered) else None
 
     def _vars(self, tree: Tree) -> Tree:
         def var(leaf: Any) -> Any:
