@@ -19,6 +19,8 @@ from anycell.plan.dtype import dtypes
 from anycell.read import Refused, Values, Variable, definition, mapped, one_way, places, trees
 from anycell.read.proof import STEPS, tried
 from anycell.read.short import SHORT, short
+from anycell.read.trees import filled
+from anycell.read.units import CHANGES_STATE
 from anycell.recent import add_recent
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -179,12 +181,6 @@ def leaves(tree: Tree) -> list[Any]:
         return [tree]
     arrays = kind is tuple and set(map(type, tree)) == {np.ndarray}
     return [*(tree if arrays else trees.leaves(tree))]
-
-
-def filled(tree: Tree, values: Sequence[Any]) -> Tree:
-    """The tree with other leaves."""
-    left = iter(values)
-    return mapped(lambda _: next(left), tree)
 
 
 class _Run:
@@ -421,10 +417,7 @@ class _Call:
         if self.recording.refusal is not None:
             raise self.recording.refusal
         if [*map(id, leaves(before))] != [*map(id, self.traced[count:])]:
-            raise Refused(
-                "the step changes the dictionary or list that holds its state",
-                "return the new state in a new one, such as {**state, 'h': h}",
-            )
+            raise Refused(*CHANGES_STATE)
         self.recording.after += map(_variable, leaves(after))
         self.recording.outputs += map(_variable, leaves(output))
         if len(self.recording.after) != len(self.first):

@@ -15,6 +15,9 @@ import numpy as np
 from anycell.read.arrays import neighbours
 from anycell.read.units import Graph, Run, Source, Units, once
 
+# Ops that are affine, if not several factors of a product depend on x, nor a divisor.
+AFFINE = frozenset("add sub neg mul div identity".split())
+
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
@@ -155,7 +158,7 @@ def affine(graph: Graph, units: Units) -> Affine | None:
         return _outer(source, at)
     if source.sort == "product":
         return _product(graph, source, at)
-    if source.sort != "op" or source.op not in ("add", "sub", "neg", "mul", "div", "identity"):
+    if source.sort != "op" or source.op not in AFFINE:
         return None
     parts: list[Affine | float] = []
     for operand in source.operands:

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from anycell.read.affine import AFFINE
 from anycell.read.functions import Functions
 from anycell.read.printer import read
 from anycell.read.reading import Reading
-from anycell.read.trees import leaves, mapped
+from anycell.read.trees import filled, leaves, mapped
 from anycell.read.units import KINDS, Graph, Outer, Refused, Value
 
 Array = Any
 Rule = str | Callable[..., Any]
-_AFFINE = frozenset("add sub neg mul div identity".split())
 
 
 @dataclass(eq=False)
@@ -286,32 +286,25 @@ class Reader(Functions):
             self._check(v)
             self.values[v] = graph.state(v.shape, self.axis, v.boolean, names[k])
         for equation in body.needed(after, before):
-            if equation.results[0].kind == "S":
-                self.keep(equation)
+            if equation.results[0].kind != "S":
+                continue
+            results = self.apply(equation, self.operand)
+            for v, value in zip(equation.results, results, strict=False):
+                if value is not None:
+                    self._check(v)
+                    self.values[v] = value
         graph.where = ""
-        pairs = [
-            (self.values[old], self.operand(new)) for old, new in zip(before, after, strict=True)
-        ]
+        pairs = [(self.values[v], self.operand(new)) for v, new in zip(before, after, strict=True)]
         return read(graph, pairs, title)
-
-    def keep(self, equation: Equation) -> None:
-        """Reads an equation of kind S."""
-        for v, value in zip(equation.results, self.apply(equation, self.operand), strict=False):
-            if value is not None:
-                self._check(v)
-                self.values[v] = value
 
     def apply(self, equation: Equation, operand: Callable[[Variable], Any]) -> list[Any]:
         """The results of an equation, by its row of the table."""
         graph, rule = self.graph, self.table.get(equation.op)
         graph.where, self.equation = equation.where, equation
         if rule is None:
-            graph.refuse(
-                f"no cell has {equation.name} of a value that depends on a state",
-                self.instead.get(
-                    equation.op, "operations that cells have, as docs/cells.md lists them"
-                ),
-            )
+            others = "operations that cells have, as docs/cells.md lists them"
+            problem = f"no cell has {equation.name} of a value that depends on a state"
+            graph.refuse(problem, self.instead.get(equation.op, others))
 
         def placed(leaf: Any) -> Any:
             return operand(leaf) if isinstance(leaf, Variable) else self.argument(leaf)
@@ -393,7 +386,7 @@ class Reader(Functions):
         dtypes = {o.dtype for o in (*equation.operands, v) if o.kind == "X"}
         if dtypes - {self.dtype} and dtypes != {"bool"}:
             return None
-        if rule is None or (isinstance(rule, str) and rule not in _AFFINE):
+        if rule is None or (isinstance(rule, str) and rule not in AFFINE):
             return None
 
         def based(o: Variable) -> Any:
@@ -419,9 +412,7 @@ class Reader(Functions):
         operands = list(leaves((arguments, options), (Value, Outer)))
 
         def run(*ids: Array) -> Any:
-            left = iter(map(self.packed, ids))
-            placed = lambda leaf: next(left) if isinstance(leaf, (Value, Outer)) else leaf  # noqa: E731
-            args, more = mapped(placed, (arguments, options))
+            args, more = filled((arguments, options), map(self.packed, ids), (Value, Outer))
             return function(*args, **more)
 
         return self.graph.structural(run, *operands)
@@ -454,7 +445,7 @@ def _affine(graph: Graph, source: Any) -> bool:
         return True
     moving = [i for i, o in enumerate(source.operands)
               if not isinstance(o, float) and graph.kind(o) == "X"]  # fmt: skip
-    if source.sort != "op" or source.op not in _AFFINE:
+    if source.sort != "op" or source.op not in AFFINE:
         return False
     return not (len(moving) > 1 if source.op == "mul" else source.op == "div" and 1 in moving)
 

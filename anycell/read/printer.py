@@ -102,10 +102,7 @@ class _Printer:
         self.params: dict[str, Affine] = {}
         self.static: Affine | None = None
         self.reduces = False
-        after = [
-            self._after(value, source, shape)
-            for (_, value), source, shape in zip(states, self.sources, self.shapes, strict=True)
-        ]
+        after = [self._after(value, before.shape) for before, value in states]
         after, condition, restored = self._conditions(after)
         live = graph.live([*after, *(source.units for source in self.sources)])
         graph.settle(list(zip(self.sources, after, strict=True)), live)
@@ -118,7 +115,7 @@ class _Printer:
             boolean = self.sources[piece.state].boolean
             self.results.append(self._node("number", node) if boolean else node)
 
-    def _after(self, value: Any, source: Source, shape: tuple[int, ...]) -> Units:
+    def _after(self, value: Any, shape: tuple[int, ...]) -> Units:
         """The units of a new state."""
         graph = self.graph
         if not isinstance(value, Value):
@@ -136,9 +133,7 @@ class _Printer:
             the new states without it; the unit of the condition and whether it is inverted, or
             None; for resets what is restored for each state.
         """
-        masks = [
-            self._where(units, source) for units, source in zip(after, self.sources, strict=True)
-        ]
+        masks = list(map(self._where, after, self.sources))
         held = [mask for mask in masks if mask is not None and isinstance(mask[1], np.ndarray)]
         if len(held) == len(masks) and len({condition for condition, _ in held}) == 1:
             return [value for _, value in held], held[0][0], None

@@ -64,6 +64,12 @@ class Refused(Exception):
         return self if self.where else Refused(self.problem, self.instead, where)
 
 
+CHANGES_STATE = (
+    "the step changes the dictionary or list that holds its state",
+    "return the new state in a new one, such as {**state, 'h': h}",
+)
+
+
 @dataclass(eq=False)
 class Value:
     """A value whose numbers are known: ``ids`` says where each of them comes from."""

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
+from anycell.read.units import CHANGES_STATE
 from anycell.read.watched import alike
 from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
@@ -224,10 +225,7 @@ class _Flat:
             pairs = zip(around.tensors(), tensors, around.labels, strict=True)
             changed = [label for now, old, label in pairs if now is not old]
         if len(held) != len(states) or any(map(operator.is_not, held, first)):
-            raise Refused(
-                "the step changes the dictionary or list that holds its state",
-                "return the new state in a new one, such as {**state, 'h': h}",
-            )
+            raise Refused(*CHANGES_STATE)
         if changed:
             raise Refused(f"the step assigns a new tensor to {changed[0]}", _RETURN)
         parts, output_tree = pytree.tree_flatten(output)
