@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from anycell import read
-from anycell.jax.equations import defined, execute, inlined, origin, place, variable
+from anycell.jax.equations import execute, inlined, origin, place, variable
 from anycell.jax.framework import Stored
 from anycell.jax.primitive import planned
 from anycell.jax.primitive import run as run_layer
@@ -45,13 +45,10 @@ class Body(read.Body):
     def __init__(self, closed: Any, consts: int, carries: int) -> None:
         jaxpr = closed.jaxpr
         name, _ = origin(jaxpr)
-        self.where = defined(jaxpr)
         if jaxpr.effects:
-            self.where = next((place(eqn) for eqn in jaxpr.eqns if eqn.effects), self.where)
-            self._refuse(
-                "this step has side effects",
-                "return what is to be printed, and print it afterwards",
-            )
+            instead = "return what is to be printed, and print it afterwards"
+            where = next((place(eqn) for eqn in jaxpr.eqns if eqn.effects), "")
+            raise Refused("this step has side effects", instead, where)
         arguments = [variable(v.aval) for v in jaxpr.invars]
         equations: list[Equation] = []
         variables = dict(zip(jaxpr.invars, arguments, strict=True))
@@ -80,28 +77,25 @@ class Body(read.Body):
         carries = [self.states[k] for k in self.moving]
         reals = {v.dtype for v in carries if v.floating}
         if not reals:
-            self._refuse(
+            raise Refused(
                 "no real floating point numbers are carried from step to step",
                 "carry them as float32, complex numbers as two such arrays",
             )
         others = {v.dtype for v in carries if not v.boolean} - reals
         if others or len(reals) > 1:
-            self._refuse(
-                "carries that depend on states have the dtypes "
-                f"{', '.join(sorted(reals | others))}",
+            dtypes = ", ".join(sorted(reals | others))
+            raise Refused(
+                f"carries that depend on states have the dtypes {dtypes}",
                 "carry floating point numbers of one dtype, and booleans",
             )
         if any(weak[k] for k in self.moving):
-            self._refuse(
+            raise Refused(
                 "a carry is weakly typed, as Python's numbers are",
                 "start from an array with a dtype, such as jnp.zeros(shape, jnp.float32)",
             )
         if any(0 in v.shape for v in (*self.states, *self.x)):
-            self._refuse("an array of the loop is empty", "a loop over more than nothing")
+            raise Refused("an array of the loop is empty", "a loop over more than nothing")
         return reals.pop()
-
-    def _refuse(self, problem: str, instead: str) -> NoReturn:
-        raise Refused(problem, instead, self.where)
 
     def _axes(self) -> list[int | None]:
         """The axes that may be the batch's, the likeliest first; None for states without one."""

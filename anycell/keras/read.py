@@ -130,7 +130,7 @@ class Reader(read.Reader):
     table = TABLE
 
     def __init__(self, traced: Traced) -> None:
-        super().__init__(traced.body, Arrays, 0, traced.states[0].dtype)
+        super().__init__(traced, Arrays, 0, traced.states[0].dtype)
         self.traced, self.world = traced, World(traced, ROWS, {})
 
     def operand(self, v: Variable) -> Any:
@@ -156,9 +156,10 @@ def _read(traced: Traced, name: str) -> Step:
             kinds = f"{before.dtype} becomes {after.dtype}"
             raise Refused(f"a state of {kinds}", "return states of one dtype")
     step = Step(traced, Reader(traced).read([""] * len(states), name))
-    if traced.output in traced.after:
-        step.of_state = traced.after.index(traced.output)
-    elif traced.shapes[traced.output][:1] != (None,):
+    (output,) = traced.outputs
+    if output in traced.after:
+        step.of_state = traced.after.index(output)
+    elif traced.shapes[output][:1] != (None,):
         raise Refused("the output has no axis of the batch")
     return step
 
@@ -180,7 +181,7 @@ def _compared(step: Step) -> str | None:
     for v in traced.states:
         state = draw(v)
         states.append(state * zeroed.reshape(-1, *[1] * (state.shape.rank - 1)).astype(float))
-    x = draw(traced.x, STEPS)
+    x = draw(traced.x[0], STEPS)
     others = [tf.cast(draw(v) > 0.0, kind) * 2.0 for v in traced.others]
     variables = {v: _sample(outer, rng) for v, outer in traced.outer.items()}
     reals = [value for value in variables.values() if value.dtype.is_floating]
@@ -226,9 +227,9 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, **more: 
     traced, outputs = step.traced, []
     once = World(traced, x.shape[1], {}, **more)
     for one in tf.unstack(x):
-        known = {traced.x: one, **dict(zip(traced.others, others, strict=True))}
-        known |= dict(zip(traced.states, states, strict=True))
+        before = (*traced.x, *traced.others, *traced.states)
+        known = dict(zip(before, (one, *others, *states), strict=True))
         world = World(traced, x.shape[1], known, once=once, **more)
-        outputs.append(world[traced.output])
+        outputs.append(world[traced.outputs[0]])
         states = [world[v] for v in traced.after]
     return tf.stack(outputs), states

@@ -198,19 +198,16 @@ class _Run:
         self.body, self.first, self.steps = body, first, len(xs[0])
         self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
         self.rows = first[body.moving[0]].shape[0] if body.reading.axis == 0 else 1
-        self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
-        self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
+        self._once = Values(dict(zip(body.fixed, arrays, strict=True)), execute)
+        self._once.update((v, first[k]) for k, v in enumerate(body.states) if v.kind == "F")
         self._x = dict(zip(body.x, xs, strict=True))
-        self._once = Values({}, execute, self._fixed.get)
 
     @functools.cached_property
     def known(self) -> list[Values]:
         """The values of each step that no float state enters."""
-        body = self.body
-        known = [
-            Values({v: x[t] for v, x in self._x.items()}, execute, self._fixed.get)
-            for t in range(self.steps)
-        ]
+        body, steps = self.body, range(self.steps)
+        fixed = lambda v: self._once[v] if v.kind == "F" else None  # noqa: E731
+        known = [Values({v: x[t] for v, x in self._x.items()}, execute, fixed) for t in steps]
         self.last = [self.first[k] for k in body.ahead]  # the counters
         for values in known:
             values.update(

@@ -39,13 +39,10 @@ STRUCTURAL = {
     np.broadcast_to, np.split, np.array_split, np.hsplit, np.concatenate, np.hstack, np.stack,
     np.flip, np.repeat, np.tile, np.roll, np.take, np.copy, operator.getitem,
 }  # fmt: skip
-METHODS: dict[str, Any] = {
+_METHODS = "clip copy cumsum dot max mean min ravel repeat squeeze std sum swapaxes take var"
+METHODS: dict[str, Any] = {name: getattr(np, name) for name in _METHODS.split()} | {
     "reshape": lambda a, *shape, **k: np.reshape(a, shape[0] if len(shape) == 1 else shape, **k),
-    "transpose": lambda a, *axes: np.transpose(a, axes or None),
-    "clip": np.clip, "copy": np.copy, "cumsum": np.cumsum, "dot": np.dot, "flatten": np.ravel,
-    "max": np.max, "mean": np.mean, "min": np.min, "ravel": np.ravel, "repeat": np.repeat,
-    "squeeze": np.squeeze, "std": np.std, "sum": np.sum, "swapaxes": np.swapaxes, "take": np.take,
-    "var": np.var,
+    "transpose": lambda a, *axes: np.transpose(a, axes or None), "flatten": np.ravel,
 }  # fmt: skip
 _LISTS = np.split, np.array_split, np.hsplit  # which return lists, also of one array
 _OF_SHAPES = np.zeros_like, np.ones_like, np.full_like, np.shape, np.ndim, np.size

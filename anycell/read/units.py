@@ -317,7 +317,11 @@ class Graph:
         boolean = kept or op in CONDITIONS
         shapes = [o.shape for o in operands if isinstance(o, (Value, Outer))]
         shape = np.broadcast_shapes(*shapes)
-        axis, units = self._common(operands, shape)
+        values = [Value(np.broadcast_to(o.ids, shape)) for o in operands if isinstance(o, Value)]
+        layouts = {self.view(value)[:2] for value in values}
+        if len(layouts) != 1:
+            self.refuse("this combines values whose batches are different axes")
+        ((axis, units),) = layouts
         maps: list[Units | float] = []
         for operand in operands:
             if isinstance(operand, Outer) and operand.number is not None:
@@ -336,19 +340,6 @@ class Graph:
         if op in ("mul", "div") and (mean := self._mean(op, *maps)) is not None:
             return self.value(mean, axis, units)
         return self.value(self._op(op, size, maps, boolean), axis, units)
-
-    def _common(
-        self, operands: Sequence[Operand], shape: tuple[int, ...]
-    ) -> tuple[int | None, tuple[int, ...]]:
-        """The axis of the batch and the shape of the units of a result."""
-        views = {
-            self.view(Value(np.broadcast_to(o.ids, shape)))[:2]
-            for o in operands
-            if isinstance(o, Value)
-        }
-        if len(views) != 1:
-            self.refuse("this combines values whose batches are different axes")
-        return views.pop()
 
     def _op(self, op: str, size: int, maps: Sequence[Any], boolean: bool = False) -> Source:
         return self.source("op", size, op=op, operands=list(maps), boolean=boolean)

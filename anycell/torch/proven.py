@@ -24,11 +24,11 @@ from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
 from anycell.read.units import CHANGES_STATE
 from anycell.read.watched import alike
-from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
 from anycell.torch.stepwise import Step, Steps, stepwise
+from anycell.torch.surroundings import Surroundings
 
 _RETURN = "return what changes as a part of the state"
 _MOST = 10_000  # containers, and numbers of an array, that are compared
@@ -36,33 +36,36 @@ _OTHER = Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFuncti
 _LOCK = threading.RLock()  # a step is recorded with other tensors in place of its own
 
 
-def plan_of(step: Step, around: Surroundings, call: Steps) -> ReadStep | str:
+def plan_of(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
-    return _recording(around, call, lambda: _proven(step, around, call))
+    return _recording(surroundings, call, lambda: _proven(step, surroundings, call))
 
 
-def unlike(plan: ReadStep, step: Step, around: Surroundings, call: Steps) -> str | None:
+def unlike(plan: ReadStep, step: Step, surroundings: Surroundings, call: Steps) -> str | None:
     """Why a reading is not the step for a batch of the call's size, if it is not: a branch on that
     size shows in no recording of others.
     """
     if call.batched and call.rows not in plan.rows:
         plan.rows[call.rows] = _recording(
-            around, call, lambda: _same(plan.recording, _Flat(step, around, call), call.rows)
+            surroundings,
+            call,
+            lambda: _same(plan.recording, _Flat(step, surroundings, call), call.rows),
         )
     return plan.rows.get(call.rows)
 
 
-def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> Any:
+def _recording(surroundings: Surroundings, call: Steps, work: Callable[[], Any]) -> Any:
     """The result of work that records a step; a string says why it cannot be recorded."""
     device = call.xs[0].device
     devices = [device] if device.type == "cuda" else []
     try:
         with (
-            _LOCK, torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
+            _LOCK, torch.random.fork_rng(devices), torch.inference_mode(False),
+            _unchanged(surroundings),
         ):  # fmt: skip
             return work()
     except Refused as refusal:
-        return str(refusal.at(_place(around.step)))
+        return str(refusal.at(_place(surroundings.step)))
     except Exception as error:  # whatever a step does under a recording that it does not do alone
         first = (str(error).strip().splitlines() or [""])[0]
         problem, instead = f"this cannot be recorded. {type(error).__name__}: {first}", ""
@@ -73,16 +76,16 @@ def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> An
 
 
 @contextmanager
-def _unchanged(around: Surroundings) -> Iterator[None]:
+def _unchanged(surroundings: Surroundings) -> Iterator[None]:
     """Refuses a step that draws numbers from elsewhere than torch, or changes variables around it:
     attributes, what is in lists and dictionaries, variables of code. Restores all of them, and the
     generators of torch.
     """
-    if around.changing:
-        raise Refused(f"the step reads {around.changing}, whose changes nobody sees", _RETURN)
-    sources = [(name, get, put, get()) for name, get, put in _sources(around)]
-    old = [(module, dict(vars(module))) for module in around.modules]
-    reached = [(thing, _content(thing)) for thing in _reached(around)]
+    if surroundings.changing:
+        raise Refused(f"the step reads {surroundings.changing}, whose changes nobody sees", _RETURN)
+    sources = [(name, get, put, get()) for name, get, put in _sources(surroundings.held)]
+    old = [(module, dict(vars(module))) for module in surroundings.modules]
+    reached = [(thing, _content(thing)) for thing in _reached(surroundings)]
     faults: list[Refused] = []
 
     def fault(what: str, where: str = "") -> None:
@@ -98,8 +101,8 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
             if pickle.dumps(get()) != pickle.dumps(state):
                 put(state)
                 if name:
-                    where, instead = _place(around.step), "draw with torch, choose with torch.where"
-                    faults.append(Refused(f"the step draws from {name}", instead, where))
+                    instead = "draw with torch, choose with torch.where"
+                    faults.append(Refused(f"the step draws from {name}", instead))
         for module, attributes in old:
             now = vars(module)
             names = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
@@ -107,8 +110,8 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
                 now.clear()
                 now.update(attributes)
                 fault(names[0], _place(module))
-        for holder, name, value in [*around.changed]:
-            around.assign(holder, name, value)
+        for holder, name, value in [*surroundings.changed]:
+            surroundings.assign(holder, name, value)
             cell = isinstance(holder, types.CellType)
             fault("a variable of the function around it" if cell else name)
         for thing, content in reached:
@@ -147,14 +150,14 @@ def _content(thing: Any) -> Any:
     return next((kind for kind in (dict, set) if isinstance(thing, kind)), list)(thing)
 
 
-def _reached(around: Surroundings) -> list[Any]:
+def _reached(surroundings: Surroundings) -> list[Any]:
     """Containers and arrays that a step may change: those around it, and what they and the objects
     among them have, up to a number. Attributes of an object are a dictionary.
     """
     reached, seen = list[Any](), set[int]()
-    known = [*around.held, *(container for container, _ in around.containers)]
-    left = [*(value for _, _, value in around.watched), *known]
-    left += [value for module in around.modules for value in vars(module).values()]
+    known = [*surroundings.held, *(container for container, _ in surroundings.containers)]
+    left = [*(value for _, _, value in surroundings.watched), *known]
+    left += [value for module in surroundings.modules for value in vars(module).values()]
     while left and len(reached) < _MOST:
         thing = left.pop()
         if id(thing) in seen or isinstance(thing, (*_OTHER, nn.Module)):
@@ -183,12 +186,12 @@ _SOURCES: dict[type, tuple[str, str, str]] = {
 }
 
 
-def _sources(around: Surroundings) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+def _sources(held: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
     """The sources that a step may draw numbers from, with functions that get and set their
     states.
     """
     of_modules: Any = random.getstate, np.random.get_state
-    for thing in (*(function.__self__ for function in of_modules), *around.held):
+    for thing in (*(function.__self__ for function in of_modules), *held):
         for kind, (name, get, put) in _SOURCES.items():
             if isinstance(thing, kind):
                 yield name, getattr(thing, get), getattr(thing, put)
@@ -210,19 +213,19 @@ class _Flat:
             tensors, with their places.
     """
 
-    def __init__(self, step: Step, around: Surroundings, call: Steps) -> None:
-        self.step, self.around, self.call = step, around, call
-        self.tensors = [tensor.detach() for tensor in around.tensors()]
+    def __init__(self, step: Step, surroundings: Surroundings, call: Steps) -> None:
+        self.step, self.surroundings, self.call = step, surroundings, call
+        self.tensors = [tensor.detach() for tensor in surroundings.tensors()]
         self.trees: list[Any] = []
 
     def __call__(self, tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
-        around, call = self.around, self.call
-        with around.swapped(tensors):
+        surroundings, call = self.surroundings, self.call
+        with surroundings.swapped(tensors):
             before = call.state_of(states)
             first = pytree.tree_leaves(before)
             output, state = self.step(pytree.tree_unflatten(xs, call.x_tree), before)
             held = pytree.tree_leaves(before)
-            pairs = zip(around.tensors(), tensors, around.labels, strict=True)
+            pairs = zip(surroundings.tensors(), tensors, surroundings.labels, strict=True)
             changed = [label for now, old, label in pairs if now is not old]
         if len(held) != len(states) or any(map(operator.is_not, held, first)):
             raise Refused(*CHANGES_STATE)
@@ -240,7 +243,7 @@ class _Flat:
         samples = [_sample(call, count, seed) for seed, count in enumerate(rows)]
         rowed = [
             call.batched and not isinstance(t, nn.Parameter) and t.shape[:1] == (call.rows,)
-            for t in self.around.tensors()
+            for t in self.surroundings.tensors()
         ]
         both = rows if call.batched else None
         try:
@@ -256,13 +259,13 @@ class _Flat:
             return record(self, calls, both)
 
 
-def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
+def _proven(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep:
     if not any(state.is_floating_point() for state in call.state):
         raise Refused(
             "the state has no real floating point numbers",
             "keep it in such tensors, complex numbers as two of them",
         )
-    flat = _Flat(step, around, call)
+    flat = _Flat(step, surroundings, call)
     recording = flat.recorded(ROWS)
     constants = recording.constants
     for equation in recording.equations:
@@ -280,14 +283,14 @@ def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
                 "(for 3 rows)",
                 "return states as they were passed",
             )
-    reader = Reader(recording, _labels(call), around.title)
+    reader = Reader(recording, _labels(call), surroundings.title)
     made = [v for equation in recording.equations for v in equation.results]
     moving = [v for v in made if v.kind == "X" and v.dtype != "none"]
     merged = call.batched and all(var.axis is not None for var in [*moving, *recording.x])
     reason: str | None = None
     for joined in (True, False) if merged else (False,):
         plan = ReadStep(recording, reader, list(flat.trees), joined)
-        reason = _tried(step, around, plan, call)
+        reason = _tried(step, surroundings, plan, call)
         if reason is None:
             return plan
     _same(recording, flat, min(call.rows, 2))
@@ -340,32 +343,32 @@ def _random(shape: Any, generator: torch.Generator, device: Any, dtype: torch.dt
 # -- the proof -------------------------------------------------------------------------------------
 
 
-def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str | None:
+def _tried(step: Step, surroundings: Surroundings, plan: ReadStep, call: Steps) -> str | None:
     """Why the reading is not the step; None if both agree for a few steps in float64."""
     exact, recorded, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
     try:
         torch.set_default_dtype(exact)  # of numbers and new tensors in the step
-        return _compared(step, around, plan, call, exact)
+        return _compared(step, surroundings, plan, call, exact)
     except (RuntimeError, TypeError):  # a step that knows its dtype
         torch.set_default_dtype(default)
-        return _compared(step, around, plan, call, recorded)
+        return _compared(step, surroundings, plan, call, recorded)
     finally:
         torch.set_default_dtype(default)
 
 
 def _compared(
-    step: Step, around: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
+    step: Step, surroundings: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
 ) -> str | None:
     rows, recorded = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
-    buffers = {id(module._buffers) for module in around.modules}
+    buffers = {id(module._buffers) for module in surroundings.modules}
     tensors, inputs = [], []
 
     def tried_in(tensor: Tensor) -> torch.dtype:
         return dtype if tensor.dtype is recorded else tensor.dtype
 
     for tensor, var, (holder, _) in zip(
-        around.tensors(), plan.recording.fixed, around.places, strict=True
+        surroundings.tensors(), plan.recording.fixed, surroundings.places, strict=True
     ):
         constant = not tensor.requires_grad and id(holder) in buffers
         part = tensor if var.axis is None else tensor[:rows]
@@ -384,7 +387,7 @@ def _compared(
         states = [_started(state, number, call, rows, tried_in(state)) for state, number in pairs]
         plain: dict[str, Any] = {"mask": None, "resets": None, "restored": None, "reverse": False}
         trial = call._replace(xs=inputs, state=states, rows=rows, **plain)
-        named = [*zip(around.labels, tensors, strict=True)]
+        named = [*zip(surroundings.labels, tensors, strict=True)]
         named += [("x", x) for x in inputs] + [("the state", s) for s in states]
         leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
         with torch.enable_grad():
@@ -392,7 +395,7 @@ def _compared(
             reading = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
                 return _results(plan.repeat(trial, tensors, drawn), leaves), reading
-            with around.swapped(tensors), _Casts(recorded, dtype):
+            with surroundings.swapped(tensors), _Casts(recorded, dtype):
                 return _results(stepwise(step, trial), leaves), reading
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.

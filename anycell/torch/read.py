@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anycell import read
 from anycell.read import Equation, Outer, Rule, Value, Variable, leaves, row
-from anycell.torch.record import ROWS, TABLE, A, Recording, Rows
+from anycell.torch.record import ROWS, TABLE, A, Recording, Rows, named
 
 
 class Arrays(read.Arrays):
@@ -162,24 +162,19 @@ def _addmm(reader: Reader, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha:
     return reader.add(reader.scaled(reader.einsum("xy,yz->xz", a, b), alpha), bias, beta)
 
 
-def _named(names: str) -> list[Any]:
-    """Operations of ATen by their names."""
-    return [getattr(A, name) for name in names.split()]
-
-
-_STRUCTURAL = _named(
+_STRUCTURAL = named(
     "view reshape _unsafe_view slice select permute t transpose unsqueeze squeeze expand split "
     "split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk unbind flip repeat "
     "roll unflatten movedim _reshape_alias diagonal repeat_interleave as_strided cat stack "
     "slice_scatter select_scatter"
 )
 # Their results are alike in all rows where the operands are, as those of pointwise operations.
-_SAME = _named(
+_SAME = named(
     "expand clone detach alias view reshape _unsafe_view _to_copy lift_fresh lift_fresh_copy "
     "unsqueeze squeeze"
 )
 # Those that have their names in the language.
-_OPS = _named(
+_OPS = named(
     "sigmoid tanh relu exp log log1p expm1 sqrt rsqrt abs neg sign reciprocal silu sin cos erf mul "
     "lt le gt ge eq ne logical_not logical_and logical_or logical_xor"
 )

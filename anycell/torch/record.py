@@ -59,14 +59,18 @@ class Like:
 TABLE: dict[Any, Rule] = {}  # rules of ``read``, by packets of ATen
 
 
+def named(names: str) -> list[Any]:
+    """Operations of ATen by their names."""
+    return [getattr(A, name) for name in names.split()]
+
+
 # -- recording -------------------------------------------------------------------------------------
 
 # Of a tensor's shape and dtype alone.
-_LIKE = {
-    getattr(A, name)
-    for name in "zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
-    "new_zeros new_ones new_empty new_full new_empty_strided".split()
-}
+_LIKE = named(
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros "
+    "new_ones new_empty new_full new_empty_strided"
+)
 _STATISTICS = {
     A.native_batch_norm: 5, A._native_batch_norm_legit: 5, A.cudnn_batch_norm: 5,
     A._batch_norm_with_update: None,

@@ -16,17 +16,15 @@ Tree = Any  # tensors and other values in tuples, lists and dictionaries
 
 
 # Operations as torch's own functions, which are called in half the time.
-_BOUND = {
-    A.add.Tensor: torch.add, A.cat.default: torch.cat, A.expand.default: Tensor.expand,
-    A.mul.Tensor: torch.mul, A.narrow.default: torch.narrow, A.permute.default: torch.permute,
-    A.select.int: torch.select,
+_VIEWS = {
+    A.narrow.default: torch.narrow, A.permute.default: torch.permute, A.select.int: torch.select,
     A.squeeze.dim: torch.squeeze, A.t.default: torch.t, A.transpose.int: torch.transpose,
     A.unsqueeze.default: torch.unsqueeze, A.view.default: Tensor.view,
 }  # fmt: skip
-_VIEWS = (
-    A.narrow.default, A.t.default, A.transpose.int, A.permute.default, A.view.default,
-    A.unsqueeze.default, A.squeeze.dim, A.select.int,
-)  # fmt: skip
+_BOUND = _VIEWS | {
+    A.add.Tensor: torch.add, A.cat.default: torch.cat, A.expand.default: Tensor.expand,
+    A.mul.Tensor: torch.mul,
+}  # fmt: skip
 
 
 class View(NamedTuple):
