@@ -45,14 +45,8 @@ def short(steps: int | None, rows: int | None, states: Sequence[Any]) -> bool:
     """Whether a loop takes less time than a kernel that the graph being traced calls through
     Python, see ``anycell.read.short``. A loop of TensorFlow's for one step does not.
     """
-    if (
-        steps is None
-        or rows is None
-        or steps == 1
-        or tf.executing_eagerly()
-        or compiled()
-        or gpu_visible()
-    ):
+    called = not (tf.executing_eagerly() or compiled() or gpu_visible())
+    if steps is None or rows is None or steps == 1 or not called:
         return False
     numbers = sum(rows * math.prod(state.shape[1:]) for state in states)
     return read.short("tensorflow", steps, numbers)
@@ -176,11 +170,8 @@ def _compared(step: Step) -> str | None:
         return tf.constant(rng.normal(size=(*lead, *sizes)), kind)
 
     # Rows of zeros meet the ties of ``maximum`` and the corners of ``abs``.
-    zeroed = np.arange(ROWS + 1) < 2
-    states = []
-    for v in traced.states:
-        state = draw(v)
-        states.append(state * zeroed.reshape(-1, *[1] * (state.shape.rank - 1)).astype(float))
+    zeroed = (np.arange(ROWS + 1) < 2).astype(float)
+    states = [draw(v) * zeroed.reshape(-1, *[1] * (len(v.shape) - 1)) for v in traced.states]
     x = draw(traced.x[0], STEPS)
     others = [tf.cast(draw(v) > 0.0, kind) * 2.0 for v in traced.others]
     variables = {v: _sample(outer, rng) for v, outer in traced.outer.items()}

@@ -28,11 +28,8 @@ class Arrays(read.Arrays):
     nothing adds no operation to the graph.
     """
 
-    cat = staticmethod(tf.concat)
-    cast = staticmethod(tf.cast)
-    zeros = staticmethod(tf.zeros)
-    constant = staticmethod(tf.constant)
-    transpose = staticmethod(tf.transpose)
+    cat, cast, zeros = map(staticmethod, (tf.concat, tf.cast, tf.zeros))
+    constant, transpose = map(staticmethod, (tf.constant, tf.transpose))
 
     @staticmethod
     def broadcast(array: Tensor, shape: Sequence[Any]) -> Tensor:

@@ -105,8 +105,8 @@ class loop:
         if len(steps) != 1 or 0 in steps:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
-        first = leaves(state)
-        ready = SHORT if 1 in steps else self._ready(x, state, xs, first)
+        first, key = leaves(state), (_kind(x, 1), kind[1])
+        ready = SHORT if 1 in steps else self._ready(x, state, key, *steps, first)
         if isinstance(ready, str):
             self.reason = ready
             if ready is SHORT and {*map(type, (*xs, *first))} == {np.ndarray}:
@@ -121,11 +121,10 @@ class loop:
         self.text = read.body.reading.text
         return results
 
-    def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Found | str:
+    def _ready(self, x: Tree, state: Tree, key: Any, steps: int, first: list[Any]) -> _Found | str:
         """The reading for a call, and the arrays that the step has from elsewhere; or why the step
         itself runs.
         """
-        steps, key = len(xs[0]), (_kind(x, 1), _kind(state))
         numbers = sum([np.size(a) for a in first])
         if short("numpy", steps, numbers, self._calls.get(key, math.inf)):
             return SHORT

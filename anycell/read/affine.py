@@ -6,7 +6,7 @@ an array of projections ``[T, B, gates]`` costs half as much again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,12 +160,10 @@ def affine(graph: Graph, units: Units) -> Affine | None:
         return _product(graph, source, at)
     if source.sort != "op" or source.op not in AFFINE:
         return None
-    parts: list[Affine | float] = []
+    parts: list[Affine] = []
     for operand in source.operands:
-        if isinstance(operand, float):
-            parts.append(operand)
-            continue
-        part = affine(graph, operand[at])
+        number = isinstance(operand, float)
+        part = Affine(size, (), (operand,)) if number else affine(graph, operand[at])
         if part is None or part.size != size:
             return None
         parts.append(part)
@@ -220,18 +218,15 @@ def _whole(identity: Matrix, inputs: Source) -> bool:
     return np.array_equal(identity.columns, np.arange(inputs.size))
 
 
-def _operation(arrays: Any, op: str, size: int, parts: Sequence[Affine | float]) -> Affine | None:
-    whole = [Affine(size, (), (p,)) if isinstance(p, float) else p for p in parts]
+def _operation(arrays: Any, op: str, size: int, parts: list[Affine]) -> Affine | None:
     if op == "identity":
-        return whole[0]
+        return parts[0]
     if op == "neg":
-        return _negative(whole[0])
+        return _negative(parts[0])
     if op in ("add", "sub"):
-        a, b = whole[0], whole[1] if op == "add" else _negative(whole[1])
+        a, b = parts[0], parts[1] if op == "add" else _negative(parts[1])
         return Affine(size, a.terms + b.terms, a.constants + b.constants)
-    if op == "mul" and not whole[0].terms:
-        whole.reverse()
-    value, factor = whole
+    value, factor = parts[::-1] if op == "mul" and not parts[0].terms else parts
     if factor.terms or factor.per_row:
         return None
 

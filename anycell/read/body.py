@@ -234,9 +234,8 @@ class Values(dict[Variable, Array]):
             missing = [o for o in equation.operands if self._missing(o)]
             todo += missing
             if not missing and todo.pop() not in self:  # of several results some may be known
-                for result, value in zip(
-                    equation.results, self.execute(equation, self), strict=True
-                ):
+                values = self.execute(equation, self)
+                for result, value in zip(equation.results, values, strict=True):
                     self.setdefault(result, value)
         return self[v]
 

@@ -28,19 +28,13 @@ from anycell.read.units import Graph, Refused, Source, Units, Value, occurrences
 
 # Operations that are several of the language's; all others have the name that they have there.
 OPS: dict[str, Callable[..., Expr]] = {
-    "identity": lambda v: v,
-    "square": lambda v: v * v,
-    "reciprocal": lambda v: 1.0 / v,
-    "rsqrt": lambda v: 1.0 / lang.sqrt(v),
-    "log1p": lambda v: lang.log(1.0 + v),
-    "expm1": lambda v: lang.exp(v) - 1.0,
-    "number": lambda v: lang.where(v, 1.0, 0.0),
-    "truth": lambda v: v != 0.0,
+    "identity": lambda v: v, "square": lambda v: v * v, "reciprocal": lambda v: 1.0 / v,
+    "rsqrt": lambda v: 1.0 / lang.sqrt(v), "log1p": lambda v: lang.log(1.0 + v),
+    "expm1": lambda v: lang.exp(v) - 1.0, "number": lambda v: lang.where(v, 1.0, 0.0),
+    "truth": lambda v: v != 0.0, "logical_xor": lambda a, b: (a & ~b) | (~a & b),
     "sign": lambda v: lang.where(v > 0.0, 1.0, lang.where(v < 0.0, -1.0, 0.0)),
-    "logical_xor": lambda a, b: (a & ~b) | (~a & b),
-    "elu_alpha": lang.elu,
-    "gelu_tanh": lambda v: lang.gelu(v, approximate="tanh"),
-}
+    "elu_alpha": lang.elu, "gelu_tanh": lambda v: lang.gelu(v, approximate="tanh"),
+}  # fmt: skip
 JOINED = (
     "this step joins parts of several values in one operand, or in one state, of sizes that do not "
     "match. Instead: give states and gates one size"
@@ -152,8 +146,8 @@ class _Printer:
                     restored = isinstance(value, float) or self.graph.kind(value) == "F"
             read += [] if restored else user.operand_units
         conditions = {condition for start in starts for condition, _ in start}
-        used = any(_touches(units, source) for units in read for source in self.sources)
-        if used or len(conditions) != 1 or any(len(start) != 1 for start in starts):
+        used = {source for units in read for source, _ in self.graph.owners(units)}
+        if not used.isdisjoint(self.sources) or {len(conditions), *map(len, starts)} != {1}:
             return after, None, None
         for user in live:
             user.operands = [_renamed(operand, renamed) for operand in user.operands]
@@ -554,10 +548,6 @@ class _Printer:
 
 def _linear(operand: Expr, name: str, output: str) -> Expr:
     return Expr("linear", (operand,), (name, output))
-
-
-def _touches(units: Units, source: Source) -> bool:
-    return bool(((units >= source.start) & (units < source.start + source.size)).any())
 
 
 def _renamed(operand: Any, renamed: Sequence[tuple[Source, Source]]) -> Any:

@@ -200,28 +200,25 @@ class Reading:
             blocks = []
             for source in self._sources:
                 matrices = [m.transposed(run, arrays) for s, m in part.terms if s is source]
-                empty = arrays.zeros((part.size, source.size), run.dtype)
-                blocks.append(sum(matrices[1:], matrices[0]) if matrices else empty)
+                matrices = matrices or [arrays.zeros((part.size, source.size), run.dtype)]
+                blocks.append(sum(matrices[1:], matrices[0]))
             rows.append(_joined(arrays, 1, blocks))
         weights["weight_ih"] = _joined(arrays, 0, rows)
         if any(part.constants for part in self._merged):
             biases = []
             for part in self._merged:
-                bias = part.constant(run, arrays)
-                empty = arrays.zeros((part.size,), run.dtype)
-                biases.append(empty if bias is None else arrays.reshape(bias, (part.size,)))
+                bias, size = part.constant(run, arrays), (part.size,)
+                bias = arrays.zeros(size, run.dtype) if bias is None else arrays.reshape(bias, size)
+                biases.append(bias)
             weights["bias_ih"] = _joined(arrays, 0, biases)
         return _joined(arrays, 2, inputs)
 
     def _gates(self, run: Run) -> Any:
         """All gates of all steps: ``[time, rows, sum of their sizes]``."""
         arrays, shape = self.arrays, (run.steps, run.rows)
-        if not self.gates:
-            return arrays.zeros((*shape, 1), run.dtype)
         parts = [part.value(run, arrays) for part in self._merged]
-        return _joined(
-            arrays, 2, [arrays.broadcast(part, (*shape, part.shape[-1])) for part in parts]
-        )
+        parts = [arrays.broadcast(part, (*shape, part.shape[-1])) for part in parts]
+        return _joined(arrays, 2, parts)
 
     # -- states ----------------------------------------------------------------------------------
     def start(self, run: Run, first: Sequence[Any]) -> list[Any]:

@@ -475,9 +475,8 @@ class Graph:
             parts[self.kind(run) == "S"].append((run, at))
             at += len(run)
         terms = [
-            self.source("product", size, fetch=weight, operands=parts[inner]).units
-            for inner in (True, False)
-            if parts[inner]
+            self.source("product", size, fetch=weight, operands=part).units
+            for part in filter(None, parts.values())
         ]
         return terms[0] if len(terms) == 1 else self._op("add", size, terms).units
 

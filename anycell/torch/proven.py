@@ -284,8 +284,8 @@ def _proven(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep:
                 "return states as they were passed",
             )
     reader = Reader(recording, _labels(call), surroundings.title)
-    made = [v for equation in recording.equations for v in equation.results]
-    moving = [v for v in made if v.kind == "X" and v.dtype != "none"]
+    made = [v for e in recording.equations for v in e.results if v.dtype != "none"]
+    moving = [v for v in made if v.kind == "X"]
     merged = call.batched and all(var.axis is not None for var in [*moving, *recording.x])
     reason: str | None = None
     for joined in (True, False) if merged else (False,):

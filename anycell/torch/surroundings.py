@@ -140,7 +140,7 @@ class Surroundings(Watched):
             self.walk(value.func)
             self.guards.append(self._frozen((value.args, tuple(value.keywords.items()))))
         elif isinstance(value, types.FunctionType):
-            if _of_user(value):
+            if not value.__code__.co_filename.startswith(_TORCH):
                 self._function(value)
         elif hasattr(value, "__dict__") and not isinstance(value, type):
             self.guards.append(type(value))
@@ -164,7 +164,7 @@ class Surroundings(Watched):
         """Adds the attributes of an object of the user's that code with these names may read."""
         known = isinstance(value, (nn.Module, types.MethodType, functools.partial, Tensor))
         kind: Any = value if isinstance(value, type) else type(value)
-        foreign = kind.__module__.partition(".")[0] in _FOREIGN and kind is not types.FunctionType
+        foreign = _package(kind) in _FOREIGN and kind is not types.FunctionType
         if known or foreign or (id(value), names) in self.seen:
             return
         self.seen.add((id(value), names))
@@ -205,7 +205,7 @@ class Surroundings(Watched):
         names, read = ["forward"], set[str]()
         while names:  # methods that forward calls, with the variables that they read
             name = names.pop()
-            kinds = [kind for kind in type(module).__mro__ if not _of_torch(kind)]
+            kinds = [kind for kind in type(module).__mro__[:-1] if _package(kind) != "torch"]
             holders = [vars(kind) for kind in kinds]
             self.owners |= {id(of): kind for of, kind in zip(holders, kinds, strict=True)}
             place = next((k for k, holder in enumerate(holders) if name in holder), -1)
@@ -302,9 +302,5 @@ class Surroundings(Watched):
         return None
 
 
-def _of_user(function: types.FunctionType) -> bool:
-    return not function.__code__.co_filename.startswith(_TORCH)
-
-
-def _of_torch(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "torch"
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]

@@ -46,7 +46,7 @@ class Tape(tape.Tape):
     Args:
         arrays: the tensors of a call.
         enter: arrays -> (results, memory).
-        between: what the kernel makes, a tree of tensors.
+        between: what the kernel makes.
         leave: (arrays, between, memory) -> results.
 
     Attributes:
@@ -63,14 +63,12 @@ class Tape(tape.Tape):
 
     def __init__(
         self, arrays: Sequence[Tensor], enter: Callable[[list[Tensor]], tuple[Tree, Any]],
-        between: Tree, leave: Callable[[list[Tensor], Tree, Any], Tree],
+        between: Sequence[Tensor], leave: Callable[[list[Tensor], Sequence[Tensor], Any], Tree],
     ) -> None:  # fmt: skip
-        inputs = [tensor.detach() for tensor in arrays]
-        made: dict[str, Tensor] = {}
-        between = _detached(between, "b", made)
-        recorder = self._recorder = Recorder([("F", t) for t in (*inputs, *made.values())])
+        inputs, between = ([tensor.detach() for tensor in part] for part in (arrays, between))
+        recorder = self._recorder = Recorder([("F", t) for t in (*inputs, *between)])
         self._tensors, self._device = recorder.tensors, inputs[0].device
-        names = [*[f"a[{k}]" for k in range(len(inputs))], *made]
+        names = [f"a[{k}]" for k in range(len(inputs))] + [f"b[{k}]" for k in range(len(between))]
         with recorder:
             entered, memory = enter(inputs)
             split = len(recorder.equations)
@@ -186,16 +184,6 @@ def _joined(pieces: Sequence[tuple[View, ...]]) -> Source:
         else:
             joined[-1] = (one._replace(shape=(rows + other.shape[0], *sizes)),)
     return tuple(joined)
-
-
-def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
-    """The tree with detached tensors, which are noted by the expressions that find them."""
-    if isinstance(tree, Tensor):
-        made[name] = tree.detach()
-        return made[name]
-    if isinstance(tree, dict):
-        return {key: _detached(value, f"{name}[{key!r}]", made) for key, value in tree.items()}
-    return tuple(_detached(value, f"{name}[{k}]", made) for k, value in enumerate(tree))
 
 
 def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
