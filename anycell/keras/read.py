@@ -88,7 +88,8 @@ _OPS = (
     "Abs Add Cos Div Elu Erf Exp Expm1 Log Log1p Maximum Minimum Mul Neg Reciprocal Relu Rsqrt "
     "Sigmoid Sign Sin Softplus Softsign Sqrt Square Sub Tanh"
 )
-TABLE: dict[str, Rule] = {name: name.lower() for name in _OPS.split()} | {
+TABLE: dict[str, Rule] = {name: name.lower() for name in _OPS.split()}
+TABLE |= {
     "AddV2": "add", "BiasAdd": "add", "Equal": "eq", "Greater": "gt", "GreaterEqual": "ge",
     "Inv": "reciprocal", "Less": "lt", "LessEqual": "le", "LogicalAnd": "logical_and",
     "LogicalNot": "logical_not", "LogicalOr": "logical_or", "NotEqual": "ne", "RealDiv": "div",

@@ -106,7 +106,7 @@ class loop:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
         first, key = leaves(state), (_kind(x, 1), kind[1])
-        ready = SHORT if 1 in steps else self._ready(x, state, key, *steps, first)
+        ready = SHORT if 1 in steps else self._ready(x, state, key, steps.pop(), first)
         if isinstance(ready, str):
             self.reason = ready
             if ready is SHORT and {*map(type, (*xs, *first))} == {np.ndarray}:

@@ -48,6 +48,10 @@ class Matrix:
             matrix = arrays.index(arrays.move(matrix, 0, 1), self.rows)
         return -matrix if self.sign < 0 else matrix
 
+    def array(self, run: Run, arrays: Any) -> Any:
+        """The matrix as an array ``[in, out]``."""
+        return arrays.move(self.transposed(run, arrays), 0, 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Constant:
@@ -124,7 +128,7 @@ class Affine:
                 part = arrays.index(inputs, matrix.columns)
                 part = -part if matrix.sign < 0 else part
             else:
-                part = inputs @ arrays.move(matrix.transposed(run, arrays), 0, 1)
+                part = inputs @ matrix.array(run, arrays)
             total = part if total is None else total + part
         return total
 
@@ -199,8 +203,7 @@ def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
                 continue
 
             def composed(run: Run, first: Matrix = matrix, row: int = row, end: int = end) -> Any:
-                into = arrays.move(first.transposed(run, arrays), 0, 1)
-                return into @ arrays.take(weight(run), 0, row, end - row)
+                return first.array(run, arrays) @ arrays.take(weight(run), 0, row, end - row)
 
             fetch = _kept(source, f"{number} {term}", composed)
             terms.append((inputs, Matrix(fetch, np.arange(inputs.size), at)))
@@ -235,7 +238,7 @@ def _operation(arrays: Any, op: str, size: int, parts: list[Affine]) -> Affine |
         return array * numbers if op == "mul" else array / numbers
 
     def scaled(matrix: Matrix) -> Callable[[Run], Any]:
-        return lambda run: scale(arrays.move(matrix.transposed(run, arrays), 0, 1), run)
+        return lambda run: scale(matrix.array(run, arrays), run)
 
     every = np.arange(size)
     terms = tuple(

@@ -399,11 +399,10 @@ class _Printer:
             return self._output(operand, matrix, size)
         # One row or one column is no matmul: its numbers are parameters.
         arrays = self.graph.arrays
-        column = lambda run: matrix.transposed(run, arrays)  # noqa: E731
         if rows == 1:
-            row = self._param(size, lambda run: arrays.move(column(run), 0, 1))
+            row = self._param(size, lambda run: matrix.array(run, arrays))
             return self._node("mul", operand, row)
-        return lang.sum(operand * self._param(rows, column))
+        return lang.sum(operand * self._param(rows, lambda run: matrix.transposed(run, arrays)))
 
     # -- text ------------------------------------------------------------------------------------
     def reading(self) -> Reading:

@@ -163,8 +163,8 @@ class Recorder(TorchDispatchMode):
                 return args[0] * (kept * scale), kept != 0
         recorded, options = mapped(self._recorded, ([*args], kwargs))
         parts = decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
-        unruled = parts is not None and packet not in TABLE and packet not in _LIKE
-        if unruled and any(var.kind == "S" for var in leaves(recorded, Var)):
+        ruled = packet in TABLE or packet in _LIKE
+        if parts and not ruled and any(var.kind == "S" for var in leaves(recorded, Var)):
             outer, self.whole = self.whole, self.whole or str(packet)
             try:
                 with self:

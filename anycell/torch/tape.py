@@ -96,8 +96,8 @@ class Tape(tape.Tape):
             offset = int(t.storage_offset() - base.storage_offset())
             known[var] = ((View(place, tuple(t.shape), t.stride(), offset),),)
 
-        for place, var in enumerate(self._inputs):
-            view(var, place)
+        for place, array in enumerate(self._inputs):
+            view(array, place)
         for node in nodes:
             var, of = node.results[0], [self._real(operand) for operand in node.operands]
             if not of or not known.keys() >= {*of}:
