@@ -251,6 +251,7 @@ class Reader(Functions):
         table: a rule for each operation.
         instead: what to write instead of operations that people use in cells.
         equation: the one that is being read.
+        per_row: ``differs``, asked once for each value.
         values: the operands by variables.
     """
 
@@ -266,7 +267,7 @@ class Reader(Functions):
             raise Refused("the batch has no rows")
         self.graph = Graph(arrays, rows)
         self.values: dict[Variable, Any] = {}
-        self._rowed: dict[Variable, bool] = {}
+        self.per_row = functools.cache(self.differs)
         self.equation = Equation(None, (), {}, [])
 
     def read(self, names: Sequence[str], title: str) -> Reading:
@@ -352,14 +353,8 @@ class Reader(Functions):
             outer.units = self._units(v, v.equation)
         return outer
 
-    def per_row(self, v: Variable) -> bool:
-        """Whether a value may differ from row to row of the batch."""
-        if v not in self._rowed:
-            self._rowed[v] = self.differs(v)
-        return self._rowed[v]
-
     def differs(self, v: Variable) -> bool:
-        """The result of ``per_row``, which asks ``per_row`` itself of other values."""
+        """Whether a value may differ from row to row of the batch; see ``per_row``."""
         axis, equation = self.axis_of(v), v.equation
         if axis is None or axis >= len(v.shape) or v.shape[axis] == 1 or v.number is not None:
             return False
