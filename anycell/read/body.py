@@ -419,9 +419,6 @@ class Reader(Functions):
         """Units as the framework's functions take them."""
         return ids
 
-    def identity(self, value: Any, *_: Any, **__: Any) -> Any:
-        return value
-
     def convert(self, value: Any, *_: Any, **__: Any) -> Any:
         """A value in another dtype."""
         old, new = self.equation.operands[0], self.equation.results[0]

@@ -179,15 +179,15 @@ _OPS = named(
     "lt le gt ge eq ne logical_not logical_and logical_or logical_xor"
 )
 TABLE |= dict.fromkeys(_STRUCTURAL, read.Reader.moved)
-TABLE |= dict.fromkeys((A.clone, A.alias, A.lift_fresh, A.contiguous), row("identity"))
+TABLE |= dict.fromkeys(named("_to_copy clone alias lift_fresh contiguous"), row("convert"))
 TABLE |= {op: op.__name__ for op in _OPS} | {
     A.sgn: "sign", A.detach: "stop_gradient", A.bitwise_not: "logical_not",
     A.bitwise_and: "logical_and", A.bitwise_or: "logical_or", A.bitwise_xor: "logical_xor",
 }  # fmt: skip
 TABLE |= {
-    A._to_copy: row("convert"), A.add: read.Reader.add, A.amax: _reduced("max"),
-    A.amin: _reduced("min"), A.bmm: _product("bxy,byz->bxz"), A.cumsum: row("cumsum"),
-    A.dot: _product("x,x->"), A.elu: read.Reader.elu, A.erfc: row("erfc"),
+    A.add: read.Reader.add, A.amax: _reduced("max"), A.amin: _reduced("min"),
+    A.bmm: _product("bxy,byz->bxz"), A.cumsum: row("cumsum"), A.dot: _product("x,x->"),
+    A.elu: read.Reader.elu, A.erfc: row("erfc"),
     A.isfinite: row("is_finite"), A.lerp: read.Reader.lerp, A.logaddexp: row("logaddexp"),
     A.logsumexp: read.Reader.logsumexp, A.max: _reduced("max"), A.maximum: row("larger"),
     A.mean: _reduced("mean"), A.min: _reduced("min"), A.minimum: row("smaller"),
