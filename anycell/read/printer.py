@@ -44,14 +44,13 @@ SYMBOLS = "PQRSUVWXYZKLMNJGEFDCA"  # of sizes other than the hidden size
 
 @dataclass(eq=False)
 class Product:
-    """A call of ``linear``: its operand, and the rows and columns of the matrix of each output."""
+    """A call of ``linear``: its operand, and by output the rows and columns of its matrix."""
 
     name: str
     operand: Expr
     size: int
     heads: int
-    blocks: list[Matrix] = field(default_factory=list)
-    outputs: list[Expr] = field(default_factory=list)
+    outputs: dict[Expr, Matrix] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -389,8 +388,7 @@ class _Printer:
         product = self.products[key]
         name = f"{product.name}_{len(product.outputs)}"
         output = self._sized(_linear(operand, product.name, name), size)
-        product.blocks.append(matrix)
-        product.outputs.append(output)
+        product.outputs[output] = matrix
         return output
 
     def _linear(self, operand: Expr, matrix: Matrix) -> Expr:
@@ -438,7 +436,7 @@ class _Printer:
         text = f"from anycell import {names}\n\n\n" + "\n".join(lines) + "\n"
         cell = from_text(text)
         weights = {
-            product.name: (product.heads, tuple(merged(product.blocks, joined)))
+            product.name: (product.heads, tuple(merged(product.outputs.values(), joined)))
             for product in self.products.values()
         }
         return Reading(
@@ -461,10 +459,8 @@ class _Printer:
 
         self.gates = dict(sorted(self.gates.items(), key=gate))
         for product in self.products.values():
-            pairs = zip(product.blocks, product.outputs, strict=True)
-            ordered = sorted(pairs, key=lambda pair: place(pair[0]))
-            product.blocks = [matrix for matrix, _ in ordered]
-            product.outputs = [output for _, output in ordered]
+            outputs = product.outputs.items()
+            product.outputs = dict(sorted(outputs, key=lambda pair: place(pair[1])))
 
     def _recur(self, size: int) -> None:
         """Makes a product of a state the recurrent projection ``r``, which kernels run fastest.
@@ -474,7 +470,7 @@ class _Printer:
         gates = [gate for gate, part in self.gates.items() if part.size == size]
         sums = {node.args for node in topological(self.results) if node.op == "add"}
         for product in self.products.values():
-            blocks = dict(zip(product.outputs, product.blocks, strict=True))
+            blocks = product.outputs
             of_state = product.operand.op == "state" and product.heads == 1
             if not of_state or product.size != size or len(blocks) != len(gates):
                 continue
@@ -484,8 +480,8 @@ class _Printer:
                 chosen |= dict.fromkeys(added[:1], gate)
             places = {gate: output for output, gate in chosen.items()}
             left = (output for output in blocks if output not in chosen)
-            product.outputs = [places[g] if g in places else next(left) for g in gates]
-            product.blocks = [blocks[output] for output in product.outputs]
+            outputs = [places[g] if g in places else next(left) for g in gates]
+            product.outputs = {output: blocks[output] for output in outputs}
             product.name = RECURRENT
             self._put_first(product.operand.attrs[0])
             return
@@ -521,7 +517,7 @@ class _Printer:
         names |= {const(math.inf): "1e999", const(-math.inf): "-1e999"}
         named, calls = list[tuple[str, Expr]](), dict[str, str]()
         for product in self.products.values():  # in the order in which they are computed
-            name, outputs = product.name, product.outputs
+            name, outputs = product.name, list(product.outputs)
             if name == RECURRENT:
                 of_size = [
                     k for k, part in enumerate(self.gates.values()) if symbols[part.size] == ""
