@@ -303,19 +303,16 @@ class _Read:
         self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any], states: States
     ) -> Tape | bool:
         """The tape of calls of so many steps; False if there is none."""
-        made = [array for part in states for array in part.values()]
-        names = [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in part]
-        count = len(arrays) + len(xs) + len(first)
-        record = Taped([*arrays, *xs, *first, *made])
-        left: Any = iter(record.stand_ins)
-        arrays, xs, first = ([next(left) for _ in part] for part in (arrays, xs, first))
-        ends, series = ({name: next(left) for name in part} for part in states)
-        names = [*[f"a[{k}]" for k in range(count)], *names]
+        tree = [*arrays], [*xs], [*first], states
+        record = Taped([*trees.leaves(tree)])
+        arrays, xs, first, states = filled(tree, record.stand_ins)
+        names = [f"a[{k}]" for k in range(len(arrays) + len(xs) + len(first))]
+        names += [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in sorted(part)]
         try:
             run = _Run(self.body, arrays, xs, first)
             entered = self.enter(run, first)
             split = len(record.equations)
-            results = self.leave(run, first, (ends, series))
+            results = self.leave(run, first, states)
             if len(record.equations) - split > _LONG:
                 return False
             into, out = (mapped(lambda leaf: leaf.variable, tree) for tree in (entered, results))

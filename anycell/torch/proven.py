@@ -225,8 +225,8 @@ class _Flat:
             first = pytree.tree_leaves(before)
             output, state = self.step(pytree.tree_unflatten(xs, call.x_tree), before)
             held = pytree.tree_leaves(before)
-            pairs = zip(surroundings.tensors(), tensors, surroundings.labels, strict=True)
-            changed = [label for now, old, label in pairs if now is not old]
+            pairs = zip(surroundings.tensors(), tensors, surroundings.places, strict=True)
+            changed = [label for now, old, (*_, label) in pairs if now is not old]
         if len(held) != len(states) or any(map(operator.is_not, held, first)):
             raise Refused(*CHANGES_STATE)
         if changed:
@@ -367,7 +367,7 @@ def _compared(
     def tried_in(tensor: Tensor) -> torch.dtype:
         return dtype if tensor.dtype is recorded else tensor.dtype
 
-    for tensor, var, (holder, _) in zip(
+    for tensor, var, (holder, *_) in zip(
         surroundings.tensors(), plan.recording.fixed, surroundings.places, strict=True
     ):
         constant = not tensor.requires_grad and id(holder) in buffers
@@ -387,7 +387,7 @@ def _compared(
         states = [_started(state, number, call, rows, tried_in(state)) for state, number in pairs]
         plain: dict[str, Any] = {"mask": None, "resets": None, "restored": None, "reverse": False}
         trial = call._replace(xs=inputs, state=states, rows=rows, **plain)
-        named = [*zip(surroundings.labels, tensors, strict=True)]
+        named = [(p[-1], t) for p, t in zip(surroundings.places, tensors, strict=True)]
         named += [("x", x) for x in inputs] + [("the state", s) for s in states]
         leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
         with torch.enable_grad():

@@ -196,28 +196,21 @@ TABLE |= {
 }  # fmt: skip
 TABLE |= dict.fromkeys((A.std, A.std_mean, A.var, A.var_mean), _variance)
 TABLE |= {
+    A.addmm: _addmm, A.clamp: _clamp, A.constant_pad_nd: _pad, A.copy: _copy, A.div: _divide,
+    A.gelu: _gelu, A.hardsigmoid: _hard_sigmoid, A.index: _index, A.index_select: _picked,
+    A.linalg_vector_norm: _norm, A.native_batch_norm: _batch_norm,
+    A.native_layer_norm: _layer_norm, A.softplus: _softplus,
+}  # fmt: skip
+TABLE |= {
     A._log_softmax: lambda reader, value, axis, *_: reader.log_softmax(value, axis),
     A._softmax: lambda reader, value, axis, *_: reader.softmax(value, axis),
-    A.addmm: _addmm,
-    A.clamp: _clamp,
     A.clamp_max: lambda reader, value, high: reader.clamp(value, None, high),
     A.clamp_min: lambda reader, value, low: reader.clamp(value, low),
-    A.constant_pad_nd: _pad,
-    A.copy: _copy,
-    A.div: _divide,
-    A.gelu: _gelu,
-    A.hardsigmoid: _hard_sigmoid,
     A.hardtanh: lambda reader, value, low=-1, high=1: reader.bounded(value, low, high),
-    A.index: _index,
-    A.index_select: _picked,
-    A.linalg_vector_norm: _norm,
     A.leaky_relu: lambda reader, value, slope=0.01: reader.op("leaky_relu", value, slope),
     A.log_sigmoid_forward: lambda reader, value: [reader.op("log_sigmoid", value), None],
     A.masked_fill: lambda reader, value, mask, filled: reader.where(mask, filled, value),
-    A.native_batch_norm: _batch_norm,
-    A.native_layer_norm: _layer_norm,
     A.rsub: lambda reader, a, b, alpha=1: reader.subtract(b, a, alpha),
-    A.softplus: _softplus,
 }
 
 # What to write in place of operations that people use in cells.

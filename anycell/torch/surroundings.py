@@ -36,9 +36,8 @@ class Surroundings(Watched):
 
     Attributes:
         step: the module or the function.
-        places: the variables that are tensors.
+        places: the variables that are tensors, and what these are called.
         modules: the modules among them.
-        labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         watched: variables of code, of classes and of objects among them; see ``Watched``.
         sizes: the dictionaries of modules, and how many variables they have.
@@ -48,11 +47,10 @@ class Surroundings(Watched):
     """
 
     step: Any
-    places: list[tuple[Any, str]] = field(default_factory=list)
+    places: list[tuple[Any, Any, str]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
     owners: dict[int, type] = field(default_factory=dict)
@@ -116,13 +114,13 @@ class Surroundings(Watched):
         hooks = [item(vars(module), key) for module in self.modules for key in _HOOKS]
         hooks += [name(getattr(modules, f"_global{key}")) for key in _HOOKS]
         checks.append(f"not (unhooked and ({' or '.join(hooks)}))")
-        tensors = ", ".join(read(holder, key) for holder, key in self.places)
+        tensors = ", ".join(read(holder, key) for holder, key, _ in self.places)
         text = f"def compared(unhooked):\n    if {' and '.join(checks)}: return [{tensors}]\n"
         exec(compile(text, "<around>", "exec"), space)
         return space["compared"]
 
     def tensors(self) -> list[Tensor]:
-        return [value_of(holder, name) for holder, name in self.places]
+        return [value_of(holder, name) for holder, name, _ in self.places]
 
     def walk(self, value: Any) -> None:
         """Adds a module, or what a function reads."""
@@ -230,8 +228,7 @@ class Surroundings(Watched):
 
     def add(self, holder: Any, name: Any, label: str) -> None:
         """Adds a tensor in a dictionary or in the cell of a closure."""
-        self.places.append((holder, name))
-        self.labels.append(label)
+        self.places.append((holder, name, label))
 
     def _variable(
         self, holder: Any, name: str, label: str = "", names: frozenset[str] | None = None
@@ -278,7 +275,7 @@ class Surroundings(Watched):
             self._put(old)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
-        for (holder, name), tensor in zip(self.places, tensors, strict=True):
+        for (holder, name, _), tensor in zip(self.places, tensors, strict=True):
             self.assign(holder, name, tensor)
 
     def assign(self, holder: Any, name: Any, value: Any) -> None:
