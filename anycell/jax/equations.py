@@ -19,14 +19,13 @@ from anycell.read import Equation, Values, Variable
 Array = Any
 PACKAGE = str(Path(jax.__file__).parent)
 # Operations that are ops of the language.
-OPS = {
-    "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div", "neg": "neg",
-    "exp": "exp", "log": "log", "log1p": "log1p", "expm1": "expm1", "sqrt": "sqrt",
-    "rsqrt": "rsqrt", "logistic": "sigmoid", "tanh": "tanh", "sign": "sign",
-    "sin": "sin", "cos": "cos", "erf": "erf", "square": "square",
-    "stop_gradient": "stop_gradient", "copy": "identity", "copy_p": "identity",
-    "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne", "and": "logical_and",
-    "or": "logical_or", "not": "logical_not", "xor": "logical_xor",
+_SAME = (
+    "add sub mul div neg exp log log1p expm1 sqrt rsqrt tanh sign sin cos erf square stop_gradient "
+    "lt le gt ge eq ne"
+)
+OPS = {name: name for name in _SAME.split()} | {
+    "add_any": "add", "logistic": "sigmoid", "copy": "identity", "copy_p": "identity",
+    "and": "logical_and", "or": "logical_or", "not": "logical_not", "xor": "logical_xor",
 }  # fmt: skip
 # Functions that are called, and the parameter of a call that holds their jaxpr.
 CALLS = {
@@ -162,12 +161,10 @@ def _folded(equation: Equation) -> float | None:
 
 
 def interpreted(
-    jaxpr: Any,
-    consts: Iterable[Array],
-    arguments: Iterable[Array],
+    jaxpr: Any, consts: Iterable[Array], arguments: Iterable[Array],
     results_of: Callable[[Any, list[Array]], Iterable[Array]],
     literal: Callable[[Literal], Array] = lambda atom: atom.val,
-) -> list[Array]:
+) -> list[Array]:  # fmt: skip
     """The results of a jaxpr, equation by equation.
 
     Args:
@@ -225,22 +222,3 @@ def _(eqn: Any, operands: Any, tangents: Any) -> tuple[Array, Array]:
     place = (jnp.argmax if eqn.primitive.name == "reduce_max" else jnp.argmin)(flat, -1)
     chosen = (flat == made[..., None]) | (jnp.arange(flat.shape[-1]) == place[..., None])
     return made, jnp.where(chosen, along, 0).sum(-1) / chosen.sum(-1).astype(along.dtype)
-
-
-def at_all_steps(
-    wanted: Sequence[Variable], moving: Values, fixed: Values, steps: int
-) -> list[Array]:
-    """The values of variables at all steps, from values that move and others that do not."""
-
-    def one(*parts: Array) -> list[Array]:
-        values = Values(dict(zip(moving, parts, strict=True)), execute, found(fixed))
-        return [jnp.asarray(values[v]) for v in wanted]
-
-    if not wanted:
-        return []
-    return jax.vmap(one, axis_size=steps)(*moving.values())
-
-
-def found(fixed: Values) -> Callable[[Variable], Array]:
-    """Finds what is the same at all steps."""
-    return lambda v: fixed.get(v, v.constant)

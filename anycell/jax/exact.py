@@ -83,26 +83,21 @@ _REALS: dict[str, Callable[..., Array]] = {
     "rsqrt": lambda a: 1.0 / np.sqrt(a),
 }  # fmt: skip
 _RULES: dict[str, Callable[..., Array]] = {
-    "cumsum": _cumsum,
-    "dot_general": _dot,
-    "integer_pow": lambda p, a: a ** p["y"],
+    "cumsum": _cumsum, "dot_general": _dot, "integer_pow": lambda p, a: a ** p["y"],
     "reduce_max": lambda p, a: a.max(tuple(p["axes"])),
     "reduce_min": lambda p, a: a.min(tuple(p["axes"])),
     "reduce_sum": lambda p, a: a.sum(tuple(p["axes"])),
-}
+}  # fmt: skip
 # Of operands of any sort.
 _ANY: dict[str, Callable[..., Array]] = {
     "bitcast_convert_type": lambda p, a: converted(a.view(p["new_dtype"]), p["new_dtype"]),
     "convert_element_type": lambda p, a: converted(a, p["new_dtype"]),
-    "iota": _iota,
-    "random_bits": _bits,
+    "iota": _iota, "random_bits": _bits, "random_split": _split, "random_unwrap": _unwrapped,
+    "random_wrap": _wrapped,
     "random_fold_in": lambda p, keys, a: mixed(keys ^ mixed(a.astype(np.uint64) + np.uint64(1))),
     "random_seed": lambda p, a: mixed(a.astype(np.uint64)),
-    "random_split": _split,
-    "random_unwrap": _unwrapped,
-    "random_wrap": _wrapped,
     "select_n": lambda p, case, *cases: np.choose(case.astype(int), cases),
-}
+}  # fmt: skip
 _BITS: dict[str, Callable[..., Array]] = {
     "and": np.bitwise_and, "not": np.bitwise_not, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "shift_left": np.left_shift, "shift_right_logical": np.right_shift,

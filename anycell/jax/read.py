@@ -12,22 +12,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from anycell import read
-from anycell.jax.equations import (
-    at_all_steps,
-    defined,
-    execute,
-    found,
-    inlined,
-    origin,
-    place,
-    variable,
-)
+from anycell.jax.equations import execute, inlined, origin, place, variable
 from anycell.jax.framework import Stored
 from anycell.jax.primitive import planned
 from anycell.jax.primitive import run as run_layer
@@ -54,13 +45,10 @@ class Body(read.Body):
     def __init__(self, closed: Any, consts: int, carries: int) -> None:
         jaxpr = closed.jaxpr
         name, _ = origin(jaxpr)
-        self.where = defined(jaxpr)
         if jaxpr.effects:
-            self.where = next((place(eqn) for eqn in jaxpr.eqns if eqn.effects), self.where)
-            self._refuse(
-                "this step has side effects",
-                "return what is to be printed, and print it afterwards",
-            )
+            instead = "return what is to be printed, and print it afterwards"
+            where = next((place(eqn) for eqn in jaxpr.eqns if eqn.effects), "")
+            raise Refused("this step has side effects", instead, where)
         arguments = [variable(v.aval) for v in jaxpr.invars]
         equations: list[Equation] = []
         variables = dict(zip(jaxpr.invars, arguments, strict=True))
@@ -89,28 +77,25 @@ class Body(read.Body):
         carries = [self.states[k] for k in self.moving]
         reals = {v.dtype for v in carries if v.floating}
         if not reals:
-            self._refuse(
+            raise Refused(
                 "no real floating point numbers are carried from step to step",
                 "carry them as float32, complex numbers as two such arrays",
             )
         others = {v.dtype for v in carries if not v.boolean} - reals
         if others or len(reals) > 1:
-            self._refuse(
-                "carries that depend on states have the dtypes "
-                f"{', '.join(sorted(reals | others))}",
+            dtypes = ", ".join(sorted(reals | others))
+            raise Refused(
+                f"carries that depend on states have the dtypes {dtypes}",
                 "carry floating point numbers of one dtype, and booleans",
             )
         if any(weak[k] for k in self.moving):
-            self._refuse(
+            raise Refused(
                 "a carry is weakly typed, as Python's numbers are",
                 "start from an array with a dtype, such as jnp.zeros(shape, jnp.float32)",
             )
         if any(0 in v.shape for v in (*self.states, *self.x)):
-            self._refuse("an array of the loop is empty", "a loop over more than nothing")
+            raise Refused("an array of the loop is empty", "a loop over more than nothing")
         return reals.pop()
-
-    def _refuse(self, problem: str, instead: str) -> NoReturn:
-        raise Refused(problem, instead, self.where)
 
     def _axes(self) -> list[int | None]:
         """The axes that may be the batch's, the likeliest first; None for states without one."""
@@ -184,7 +169,7 @@ class Body(read.Body):
         for k, values in zip(self.ahead, run.final, strict=True):
             last[k] = values
         final = list(map(jnp.asarray, last))  # what is transposed is ``Stored``
-        return [*final, *at_all_steps(self.outputs, run.series, run.values, steps)]
+        return [*final, *run.at_all_steps(self.outputs)]
 
 
 class Run:
@@ -205,8 +190,7 @@ class Run:
         results = [body.after[k] for k in body.ahead]
 
         def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-            known = dict(zip((*carried, *body.x), (*carry, *x), strict=True))
-            values = Values(known, execute, found(self.values))
+            values = self._one_step(dict(zip((*carried, *body.x), (*carry, *x), strict=True)))
             return [values[v] for v in results], carry
 
         self.final: list[Array] = []
@@ -227,9 +211,21 @@ class Run:
         """A value of kind X at all steps; with it, all that are needed."""
         if v not in self.series:
             wanted = self.body.moved
-            values = at_all_steps(wanted, self.series, self.values, self.steps)
-            self.series |= dict(zip(wanted, values, strict=True))
+            self.series |= dict(zip(wanted, self.at_all_steps(wanted), strict=True))
         return self.series[v]
+
+    def at_all_steps(self, wanted: Sequence[Variable]) -> list[Array]:
+        """The values of variables at all steps."""
+
+        def one(*parts: Array) -> list[Array]:
+            values = self._one_step(dict(zip(self.series, parts, strict=True)))
+            return [jnp.asarray(values[v]) for v in wanted]
+
+        return jax.vmap(one, axis_size=self.steps)(*self.series.values()) if wanted else []
+
+    def _one_step(self, known: dict[Variable, Array]) -> Values:
+        """The values of one step, from these and those that are the same at all steps."""
+        return Values(known, execute, lambda v: self.values.get(v, v.constant))
 
 
 def _names(jaxpr: Any, consts: int, carries: int) -> list[str]:

@@ -127,11 +127,10 @@ class Traced:
                 return evaluated(eqn, operands)
             params, first = eqn.params, eqn.params["num_consts"]
             end = first + params["num_carry"]
-            made: list[Array] = body.jitted(
+            return body.jitted(
                 operands[:first], operands[first:end], operands[end:],
                 steps=params["length"], reverse=params["reverse"],
             )  # fmt: skip
-            return made
 
         return jax.tree.unflatten(self.tree, interpreted(self.jaxpr, self.consts, (), results))
 

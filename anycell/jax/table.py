@@ -186,6 +186,12 @@ def _gather(
     return read.Value(ids.transpose(np.argsort([*new, *names.offset_dims])))
 
 
+def _broadcast(params: Any, array: Any) -> Any:
+    shape, old = params["shape"], params["broadcast_dimensions"]
+    new = [axis for axis in range(len(shape)) if axis not in old]
+    return np.broadcast_to(np.expand_dims(array, new), shape)
+
+
 def _structural(name: str) -> read.Rule:
     def rule(reader: Reader, *operands: Any, **params: Any) -> Any:
         return reader.structural(functools.partial(STRUCTURAL[name], params), *operands)
@@ -203,12 +209,7 @@ STRUCTURAL: dict[str, Any] = {
         tuple(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * a.ndim))
     ],
     "split": lambda p, a: np.split(a, np.cumsum(p["sizes"])[:-1], p["axis"]),
-    "broadcast_in_dim": lambda p, a: np.broadcast_to(
-        np.expand_dims(
-            a, [i for i in range(len(p["shape"])) if i not in p["broadcast_dimensions"]]
-        ),
-        p["shape"],
-    ),
+    "broadcast_in_dim": _broadcast,
     "concatenate": lambda p, *a: np.concatenate(a, p["dimension"]),
     "stack": lambda p, *a: np.stack(a, p["axis"]),
 }

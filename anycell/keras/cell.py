@@ -15,14 +15,7 @@ from anycell.keras.call import TURNED, Arrays, Tensor, named_states
 from anycell.keras.composite import composite
 from anycell.lang.cell import ONE, RECURRENT, Cell
 from anycell.lang.transform import LowRank, low_rank
-from anycell.layer.checks import (
-    boolean,
-    check_cell,
-    check_sizes,
-    declared_sizes,
-    number,
-    refuse,
-)
+from anycell.layer.checks import boolean, check_cell, check_sizes, declared_sizes, number, refuse
 from anycell.plan import Layer, Options
 
 if TYPE_CHECKING:

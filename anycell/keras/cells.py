@@ -10,52 +10,28 @@ from typing import Any
 
 from keras import activations
 
+from anycell.lang import ops
 from anycell.lang.cell import Gates, cell, linear
 from anycell.lang.expr import Expr
-from anycell.lang.ops import (
-    clip,
-    elu,
-    exp,
-    gelu,
-    hard_sigmoid,
-    leaky_relu,
-    log_sigmoid,
-    relu,
-    sigmoid,
-    silu,
-    softplus,
-    softsign,
-    tanh,
-    where,
-)
 
 
 def _selu(v: Expr) -> Expr:
     scale, alpha = 1.0507009873554805, 1.6732632423543772  # Klambauer et al., 2017
-    return scale * where(v >= 0.0, v, elu(v, alpha))
+    return scale * ops.where(v >= 0.0, v, ops.elu(v, alpha))
 
 
 # Keras's activations in the cell language, by the name of Keras's function. At points without a
 # derivative Keras's backends differ; these do the same as TensorFlow.
-ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {
-    "elu": elu,
-    "exponential": exp,
-    "gelu": gelu,
-    "hard_sigmoid": hard_sigmoid,
-    "hard_silu": lambda v: v * hard_sigmoid(v),
-    "hard_tanh": lambda v: clip(v, -1.0, 1.0),
-    "leaky_relu": lambda v: leaky_relu(v, 0.2),
+_SAME = "elu gelu hard_sigmoid log_sigmoid relu sigmoid silu softplus softsign tanh"
+ACTIVATIONS: dict[str, Callable[[Expr], Expr]] = {n: getattr(ops, n) for n in _SAME.split()} | {
+    "exponential": ops.exp,
+    "hard_silu": lambda v: v * ops.hard_sigmoid(v),
+    "hard_tanh": lambda v: ops.clip(v, -1.0, 1.0),
+    "leaky_relu": lambda v: ops.leaky_relu(v, 0.2),
     "linear": lambda v: v,
-    "log_sigmoid": log_sigmoid,
-    "mish": lambda v: v * tanh(softplus(v)),
-    "relu": relu,
-    "relu6": lambda v: where(v >= 6.0, 6.0, relu(v)),  # the derivative is 0 at both bounds
+    "mish": lambda v: v * ops.tanh(ops.softplus(v)),
+    "relu6": lambda v: ops.where(v >= 6.0, 6.0, ops.relu(v)),  # the derivative is 0 at both bounds
     "selu": _selu,
-    "sigmoid": sigmoid,
-    "silu": silu,
-    "softplus": softplus,
-    "softsign": softsign,
-    "tanh": tanh,
 }
 
 

@@ -25,12 +25,10 @@ places.skip(keras, tf)
 # Operations with effects or with graphs inside, by how their names begin, and what errors say.
 _EFFECTS = {
     "Assign": ("changes a variable in a step", "keep the number as a state of the cell"),
-    "PyFunc": ("calls Python in each step", "write it in operations of the framework"),
-    "EagerPyFunc": ("calls Python in each step", "write it in operations of the framework"),
+    "PyFunc EagerPyFunc": ("calls Python in each step", "write it in operations of the framework"),
     "Print": ("prints in each step", "print the layer's outputs"),
     "While": ("has a loop within a step", "write the turns of the loop one after the other"),
-    "If": ("branches on data", "where(condition, a, b)"),
-    "Case": ("branches on data", "where(condition, a, b)"),
+    "If Case": ("branches on data", "where(condition, a, b)"),
     "PartitionedCall": ("calls a tf.function", "call the undecorated function"),
     "Random": ("draws random numbers in a step", "draw them for all steps, and pass them as x"),
     "Multinomial": ("draws random numbers in a step", "draw them for all steps, as part of x"),
@@ -39,15 +37,15 @@ SHAPES = "Shape", "ZerosLike", "OnesLike"  # operations that read no numbers
 _EXACT = "swish", "swish_impl", "silu"  # of TensorFlow, whose custom gradient is the derivative
 
 
-class Traced:
-    """The graph of a step.
+class Traced(Body):
+    """The graph of a step, as equations.
 
     Args:
         step: from x, a list of states, and further tensors, to the output and the new states.
         x, states, others: shape and dtype of each argument; the batch is None.
 
     Attributes:
-        body: its equations.
+        others: the further tensors.
         shapes, dtypes: of each tensor; None stands for the batch.
         rowed: the tensors of kind F that depend on the number of rows.
         outer: variables and tensors of the user's, by those of the body.
@@ -72,33 +70,31 @@ class Traced:
                 raise Refused(
                     f"tracing the step fails: {problem}", where=places.raised(error)
                 ) from error
+        super().__init__([], [], [], [], [], [])
         self.shapes: dict[Variable, tuple[int | None, ...]] = {}
         self.dtypes: dict[Variable, Any] = {}
         self._known: dict[str, Variable] = {}  # by the names of tensors
-        self._equations: list[Equation] = []
         for op in graph.get_operations():
             self._add(op)
         find = lambda tensor: self._known[tensor.name]  # noqa: E731
-        self.x, *rest = map(find, graph.inputs[: len(specs)])
-        self.states, self.others = rest[: len(states)], rest[len(states) :]
-        self.output, *self.after = map(find, graph.outputs)
+        inputs, end = list(map(find, graph.inputs[: len(specs)])), 1 + len(states)
+        self.x, self.states, self.others = inputs[:1], inputs[1:end], inputs[end:]
+        results = list(map(find, graph.outputs))
+        self.outputs, self.after = results[:1], results[1:]
         for k, v in enumerate(self.after):
             if v is self.states[k]:  # the state of the cell is there, though it stays as it is
                 self.after[k] = self._variable(graph.outputs[1 + k])
-                self._equations.append(
+                self.equations.append(
                     Equation("Snapshot", (v,), {}, [self.after[k]], "", "", lambda value: value)
                 )
         variables = {id(v.handle): v for v in graph.variables}
         self.outer: dict[Variable, Any] = {
             find(inner): variables.get(id(outer), outer) for outer, inner in graph.captures
         }
-        self.body = Body(
-            [*self.others, *self.outer], [self.x], self.states, [self.output], self.after,
-            self._equations,
-        )  # fmt: skip
-        self.body.sort()
+        self.fixed = [*self.others, *self.outer]
+        self.sort()
         self.rowed = set(self.others)
-        for equation in self._equations:
+        for equation in self.equations:
             whole = None in equation.options.get("sizes", ())
             if whole or any(v in self.rowed for v in equation.operands):
                 self.rowed |= {v for v in equation.results if v.kind == "F"}
@@ -127,9 +123,9 @@ class Traced:
         frames = reversed(list(op.traceback))
         where = places.place((frame.filename, frame.lineno) for frame in frames)
         kind = op.type.removeprefix("Stateless")
-        for start, (problem, instead) in _EFFECTS.items():
-            effect = op.op_def.is_stateful or start in ("While", "If", "Case", "PartitionedCall")
-            if kind.removeprefix("Stateful").startswith(start) and effect:
+        for starts, (problem, instead) in _EFFECTS.items():
+            effect = op.op_def.is_stateful or starts in ("While", "If Case", "PartitionedCall")
+            if kind.removeprefix("Stateful").startswith((*starts.split(),)) and effect:
                 raise Refused(f"this {problem}", instead, where)
         if op.op_def.is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
             raise Refused(f"{op.type} has effects beyond its result", where=where)
@@ -143,7 +139,7 @@ class Traced:
         arguments, options, source = _described(op, inputs, where)
         if op.type in SHAPES:
             arguments, options = (), {"sizes": self.shapes[inputs[0]]}
-        self._equations.append(
+        self.equations.append(
             Equation(op.type, arguments, options, results, where, op.type, source)
         )
 

@@ -136,15 +136,14 @@ def loop(read: Step, call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:
         @jax.jit
         def looped(values: Sequence[Tensor], *arrays: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
             names = "sequences", "states", "masks", "mask"
-            given = call._replace(**dict(zip(names, arrays, strict=True)))
+            traced = call._replace(**dict(zip(names, arrays, strict=True)))
             with keras.StatelessScope(list(zip(variables, values, strict=True))):
-                return _loop(given)  # a step that is traced must update no variable
+                return _loop(traced)  # a step that is traced must update no variable
 
         add_recent(read.functions, sort, looped, MOST)
     values = [variable.value for variable in variables]
     arrays = call.sequences, list(call.states), list(call.masks), call.mask
-    results: tuple[Tensor, Tensor, list[Tensor]] = read.functions[sort](values, *arrays)
-    return results
+    return read.functions[sort](values, *arrays)
 
 
 def _loop(call: LoopCall) -> tuple[Tensor, Tensor, list[Tensor]]:

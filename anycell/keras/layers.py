@@ -448,8 +448,7 @@ _PLAIN = (keras.layers.SimpleRNNCell, SimpleRNNCell)
 
 
 def _readings(layer: Any) -> reading.Readings:
-    readings: reading.Readings = vars(layer).setdefault("_readings", reading.Readings())
-    return readings
+    return vars(layer).setdefault("_readings", reading.Readings())
 
 
 def read_of(layer: Any, training: bool) -> Any:

@@ -45,14 +45,8 @@ def short(steps: int | None, rows: int | None, states: Sequence[Any]) -> bool:
     """Whether a loop takes less time than a kernel that the graph being traced calls through
     Python, see ``anycell.read.short``. A loop of TensorFlow's for one step does not.
     """
-    if (
-        steps is None
-        or rows is None
-        or steps == 1
-        or tf.executing_eagerly()
-        or compiled()
-        or gpu_visible()
-    ):
+    called = not (tf.executing_eagerly() or compiled() or gpu_visible())
+    if steps is None or rows is None or steps == 1 or not called:
         return False
     numbers = sum(rows * math.prod(state.shape[1:]) for state in states)
     return read.short("tensorflow", steps, numbers)
@@ -89,16 +83,17 @@ def _einsum(reader: Reader, operands: Sequence[Any], equation: str) -> Any:
     return reader.einsum(equation, *operands)
 
 
-TABLE: dict[str, Rule] = {
-    "Abs": "abs", "Add": "add", "AddV2": "add", "BiasAdd": "add", "Cos": "cos", "Div": "div",
-    "Elu": "elu", "Equal": "eq", "Erf": "erf", "Exp": "exp", "Expm1": "expm1", "Greater": "gt",
-    "GreaterEqual": "ge", "Inv": "reciprocal", "Less": "lt", "LessEqual": "le", "Log": "log",
-    "Log1p": "log1p", "LogicalAnd": "logical_and", "LogicalNot": "logical_not",
-    "LogicalOr": "logical_or", "Maximum": "maximum", "Minimum": "minimum", "Mul": "mul",
-    "Neg": "neg", "NotEqual": "ne", "RealDiv": "div", "Reciprocal": "reciprocal", "Relu": "relu",
-    "Rsqrt": "rsqrt", "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin", "Snapshot": "identity",
-    "Softplus": "softplus", "Softsign": "softsign", "Sqrt": "sqrt", "Square": "square",
-    "StopGradient": "stop_gradient", "Sub": "sub", "Tanh": "tanh",
+# Those that have their names in the language.
+_OPS = (
+    "Abs Add Cos Div Elu Erf Exp Expm1 Log Log1p Maximum Minimum Mul Neg Reciprocal Relu Rsqrt "
+    "Sigmoid Sign Sin Softplus Softsign Sqrt Square Sub Tanh"
+)
+TABLE: dict[str, Rule] = {name: name.lower() for name in _OPS.split()}
+TABLE |= {
+    "AddV2": "add", "BiasAdd": "add", "Equal": "eq", "Greater": "gt", "GreaterEqual": "ge",
+    "Inv": "reciprocal", "Less": "lt", "LessEqual": "le", "LogicalAnd": "logical_and",
+    "LogicalNot": "logical_not", "LogicalOr": "logical_or", "NotEqual": "ne", "RealDiv": "div",
+    "Snapshot": "identity", "StopGradient": "stop_gradient",
 }  # fmt: skip
 TABLE |= dict.fromkeys(
     "BroadcastTo ConcatV2 ExpandDims GatherV2 Pack Reshape ReverseV2 Roll Slice Split SplitV "
@@ -130,7 +125,7 @@ class Reader(read.Reader):
     table = TABLE
 
     def __init__(self, traced: Traced) -> None:
-        super().__init__(traced.body, Arrays, 0, traced.states[0].dtype)
+        super().__init__(traced, Arrays, 0, traced.states[0].dtype)
         self.traced, self.world = traced, World(traced, ROWS, {})
 
     def operand(self, v: Variable) -> Any:
@@ -156,9 +151,10 @@ def _read(traced: Traced, name: str) -> Step:
             kinds = f"{before.dtype} becomes {after.dtype}"
             raise Refused(f"a state of {kinds}", "return states of one dtype")
     step = Step(traced, Reader(traced).read([""] * len(states), name))
-    if traced.output in traced.after:
-        step.of_state = traced.after.index(traced.output)
-    elif traced.shapes[traced.output][:1] != (None,):
+    (output,) = traced.outputs
+    if output in traced.after:
+        step.of_state = traced.after.index(output)
+    elif traced.shapes[output][:1] != (None,):
         raise Refused("the output has no axis of the batch")
     return step
 
@@ -175,12 +171,9 @@ def _compared(step: Step) -> str | None:
         return tf.constant(rng.normal(size=(*lead, *sizes)), kind)
 
     # Rows of zeros meet the ties of ``maximum`` and the corners of ``abs``.
-    zeroed = np.arange(ROWS + 1) < 2
-    states = []
-    for v in traced.states:
-        state = draw(v)
-        states.append(state * zeroed.reshape(-1, *[1] * (state.shape.rank - 1)).astype(float))
-    x = draw(traced.x, STEPS)
+    zeroed = (np.arange(ROWS + 1) < 2).astype(float)
+    states = [draw(v) * zeroed.reshape(-1, *[1] * (len(v.shape) - 1)) for v in traced.states]
+    x = draw(traced.x[0], STEPS)
     others = [tf.cast(draw(v) > 0.0, kind) * 2.0 for v in traced.others]
     variables = {v: _sample(outer, rng) for v, outer in traced.outer.items()}
     reals = [value for value in variables.values() if value.dtype.is_floating]
@@ -226,9 +219,9 @@ def _by_steps(step: Step, x: Tensor, states: list[Tensor], others: Any, **more: 
     traced, outputs = step.traced, []
     once = World(traced, x.shape[1], {}, **more)
     for one in tf.unstack(x):
-        known = {traced.x: one, **dict(zip(traced.others, others, strict=True))}
-        known |= dict(zip(traced.states, states, strict=True))
+        before = (*traced.x, *traced.others, *traced.states)
+        known = dict(zip(before, (one, *others, *states), strict=True))
         world = World(traced, x.shape[1], known, once=once, **more)
-        outputs.append(world[traced.output])
+        outputs.append(world[traced.outputs[0]])
         states = [world[v] for v in traced.after]
     return tf.stack(outputs), states

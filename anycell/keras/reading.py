@@ -121,19 +121,14 @@ def elsewhere(cell: Any) -> str | None:
 
 def unreadable() -> str | None:
     """Returns why steps that were read cannot run here and now, or None."""
-    if keras.backend.backend() != "torch":
-        return None
-    why: str | None = _home().unreadable()
-    return why
+    return _home().unreadable() if keras.backend.backend() == "torch" else None
 
 
 def short(sequences: Tensor, states: Any) -> bool:
     """Whether Keras's loop over ``sequences`` ``[B, T, ...]`` takes less time than a kernel."""
     rows, steps = sequences.shape[:2]
-    if keras.backend.backend() != "tensorflow":
-        return False
-    few: bool = _home().short(steps, rows, tree.flatten(states))
-    return few
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and _home().short(steps, rows, tree.flatten(states))
 
 
 def _spec(tensor: Any) -> tuple[tuple[int | None, ...], str]:
@@ -186,7 +181,7 @@ class CellStep:
     def __call__(
         self, x: Tensor, states: list[Tensor], others: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        with _given(self.cell, others):
+        with _masked_by(self.cell, others):
             states = tree.pack_sequence_as(self.structure, states)
             output, new = self.cell(x, states, **self.more)
         return output, tree.flatten(new)
@@ -245,20 +240,19 @@ class _State(Watched):
         if isinstance(value, _PLAIN):
             return value
         parts: list[tuple[Any, Any]] = []
-        own: list[Any] = []
+        facts: list[Any] = [id(value)]
         if isinstance(value, types.FunctionType):
-            around = value.__globals__
-            own = [self._of(value, n, 1) for n in ("__code__", "__defaults__", "__kwdefaults__")]
+            space = value.__globals__
+            facts += [self._of(value, n, 1) for n in ("__code__", "__defaults__", "__kwdefaults__")]
             parts += [(cell, "cell_contents") for cell in value.__closure__ or () if cell != _EMPTY]
-            parts += [(around, n) for n in sorted(module_variables(value.__code__) & around.keys())]
+            parts += [(space, n) for n in sorted(module_variables(value.__code__) & space.keys())]
         elif isinstance(value, (list, tuple, dict)):
             if isinstance(value, (list, dict)):
                 self.containers.append((value, value.copy()))
-            names = value if isinstance(value, dict) else range(len(value))
-            parts, own = [(value, n) for n in names], [len(value)]
-        if depth == 0 or len(parts) > MOST:
-            return id(value), *own, len(parts)
-        return id(value), *own, *(self._of(*part, depth - 1) for part in parts)
+            parts += [(value, n) for n in (value if isinstance(value, dict) else range(len(value)))]
+            facts.append(len(value))
+        few = depth > 0 and len(parts) <= MOST
+        return *facts, *([self._of(*part, depth - 1) for part in parts] if few else [len(parts)])
 
 
 _EMPTY = types.CellType()  # of a variable without a value
@@ -282,7 +276,7 @@ def _places(cell: Any) -> Iterator[tuple[Any, str, Any]]:
                 yield layer, name, masks
 
 
-def _given(cell: Any, masks: Sequence[Tensor]) -> AbstractContextManager[None]:
+def _masked_by(cell: Any, masks: Sequence[Tensor]) -> AbstractContextManager[None]:
     """A context with other masks in the place of those that were drawn."""
     places, left = _places(cell) if masks else (), iter(masks)
     return replaced(

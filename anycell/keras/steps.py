@@ -28,11 +28,8 @@ class Arrays(read.Arrays):
     nothing adds no operation to the graph.
     """
 
-    cat = staticmethod(tf.concat)
-    cast = staticmethod(tf.cast)
-    zeros = staticmethod(tf.zeros)
-    constant = staticmethod(tf.constant)
-    transpose = staticmethod(tf.transpose)
+    cat, cast, zeros = map(staticmethod, (tf.concat, tf.cast, tf.zeros))
+    constant, transpose = map(staticmethod, (tf.constant, tf.transpose))
 
     @staticmethod
     def broadcast(array: Tensor, shape: Sequence[Any]) -> Tensor:
@@ -79,7 +76,7 @@ class Run:
         self._once = World(traced, self.rows, others, **more)
         every = tf.reshape(x, [self.steps * self.rows, *x.shape[2:]])
         tiled = {v: tf.tile(t, [self.steps, *[1] * (t.shape.rank - 1)]) for v, t in others.items()}
-        known = {traced.x: every, **tiled}
+        known = {traced.x[0]: every, **tiled}
         self._every = World(traced, self.steps * self.rows, known, once=self._once, **more)
 
     def fixed(self, name: Variable) -> Tensor:
@@ -88,7 +85,7 @@ class Run:
 
     def moving(self, name: Variable) -> Tensor:
         """A value of kind X, ``[steps, ...]``."""
-        if name == self._traced.x:
+        if name is self._traced.x[0]:
             return self._x
         shape = self._traced.shapes[name]
         axis = shape.index(None)
@@ -151,26 +148,25 @@ class Step:
         arrays = reading.arrays_of(run, states)
         if mask is not None:
             arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
-        wanted = [self.of_state] * sequences if self.of_state is not None else traced.body.seen()
+        wanted = [self.of_state] * sequences if self.of_state is not None else traced.seen()
         first, *_ = every = reading.cell.state_names
 
         def one_way(layer: Layer, arrays: Mapping[str, Tensor]) -> Any:
-            given = dict(arrays)
-            for name in arrays:  # what was turned need not be copied
-                if name.startswith("weight_") and (kernel := kernel_of(arrays[name])) is not None:
-                    given[TURNED + name] = kernel
-                    del given[name]
-            output, ends = recur(layer, given, sure)
+            named: dict[str, Tensor] = {}
+            for name, array in arrays.items():  # what was turned need not be copied
+                kernel = kernel_of(array) if name.startswith("weight_") else None
+                named |= {name: array} if kernel is None else {TURNED + name: kernel}
+            output, ends = recur(layer, named, sure)
             return output, ends[: len(every)], ends[len(every) :]
 
         ends, values = reading.ran(
             one_way, arrays, wanted, Options((reverse,)), engine=engine,
             outputs=any(first in reading.names_of(k) for k in wanted),
         )  # fmt: skip
-        final, known = traced.body.unpacked(reading, states, ends, values, wanted, reverse)
+        final, known = traced.unpacked(reading, states, ends, values, wanted, reverse)
         if self.of_state is not None:
-            return known.get(traced.output), final
-        return run.after(traced.output, known), final
+            return known.get(traced.outputs[0]), final
+        return run.after(traced.outputs[0], known), final
 
 
 def kernel_of(weight: Tensor) -> Tensor | None:

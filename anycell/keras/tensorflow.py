@@ -346,8 +346,7 @@ def _ends(kernels: Kernels, *tensors: Tensor) -> list[Tensor]:
 
 def _behind(number: Tensor) -> Kernels:
     """The kernels of a run by its number, the last input of an operation of ``_differentiable``."""
-    kernels: Kernels = work(int(tf.get_static_value(number))).__self__
-    return kernels
+    return work(int(tf.get_static_value(number))).__self__
 
 
 def _inputs(op: Any) -> list[Tensor]:

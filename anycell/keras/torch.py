@@ -19,13 +19,13 @@ from anycell.keras.rule import asked
 from anycell.plan import Layer
 from anycell.read import Reading, places
 from anycell.torch import functional
-from anycell.torch.around import Surroundings
 from anycell.torch.fused import plan_on
 from anycell.torch.loops import obstacle as unread
 from anycell.torch.observers import observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.stepwise import Steps, stepwise
+from anycell.torch.surroundings import Surroundings
 
 
 def run(layer: Layer, arrays: Arrays) -> Result:

@@ -55,8 +55,7 @@ class Weight(NamedTuple):
         """Returns elements of an array of the variable's shape, by an index of that layout."""
         if self.row is not None:
             return array[:, index[0]]
-        taken: Array = self.turned(self.turned(array)[index])
-        return taken
+        return self.turned(self.turned(array)[index])
 
     def assign(self, value: Any) -> None:
         """Sets the weight to an array of that layout, or to a number."""

@@ -84,8 +84,7 @@ class NumpyCompression(Compression, of=[RNN, Feedback]):
         return [(run, small.get(model) or self.copy(model, small), *small.values())]
 
     def output(self, results: Any) -> Array:
-        output: Array = results[0].astype(np.float64)
-        return output
+        return results[0].astype(np.float64)
 
     def measure(self, call: Any, runs: Any, data: Iterable[Any]) -> None:
         ((run, *_),) = runs

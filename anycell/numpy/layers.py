@@ -15,11 +15,7 @@ from anycell.engines import cpu
 from anycell.explanation import Explained
 from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint, parameters, places
-from anycell.layer.checks import (
-    check_one_direction,
-    check_options,
-    refuse,
-)
+from anycell.layer.checks import check_one_direction, check_options, refuse
 from anycell.layer.forward import draft_stack
 from anycell.layer.layers import Stack, one_step
 from anycell.layer.signature import of_layer, state_names

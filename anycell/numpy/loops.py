@@ -13,32 +13,14 @@ import numpy as np
 from anycell.layer.checks import describe, refuse
 from anycell.numpy import passes, threads
 from anycell.numpy.mirror import Mirror
-from anycell.numpy.read import (
-    Arrays,
-    Recording,
-    Tape,
-    Taped,
-    Traced,
-    execute,
-    read_step,
-    shaped,
-    start,
-)
+from anycell.numpy.read import Arrays, Recording, Tape, Taped, Traced, execute, read_step, shaped
 from anycell.plan import Layer, Options, plan
 from anycell.plan.dtype import dtypes
-from anycell.read import (
-    SHORT,
-    Refused,
-    Values,
-    Variable,
-    definition,
-    mapped,
-    one_way,
-    places,
-    short,
-    trees,
-)
+from anycell.read import Refused, Values, Variable, definition, mapped, one_way, places, trees
 from anycell.read.proof import STEPS, tried
+from anycell.read.short import SHORT, short
+from anycell.read.trees import filled
+from anycell.read.units import CHANGES_STATE
 from anycell.recent import add_recent
 
 Tree = Any  # an array, or a tuple, list or dict of trees
@@ -123,8 +105,8 @@ class loop:
         if len(steps) != 1 or 0 in steps:
             shown = ", ".join(map(describe, xs)) or "no array"
             refuse("x", shown, "arrays [T, ...] of one T, at least 1", "Pass all steps.")
-        first = leaves(state)
-        ready = SHORT if 1 in steps else self._ready(x, state, xs, first)
+        first, key = leaves(state), (_kind(x, 1), kind[1])
+        ready = SHORT if 1 in steps else self._ready(x, state, key, steps.pop(), first)
         if isinstance(ready, str):
             self.reason = ready
             if ready is SHORT and {*map(type, (*xs, *first))} == {np.ndarray}:
@@ -139,11 +121,10 @@ class loop:
         self.text = read.body.reading.text
         return results
 
-    def _ready(self, x: Tree, state: Tree, xs: list[Any], first: list[Any]) -> _Found | str:
+    def _ready(self, x: Tree, state: Tree, key: Any, steps: int, first: list[Any]) -> _Found | str:
         """The reading for a call, and the arrays that the step has from elsewhere; or why the step
         itself runs.
         """
-        steps, key = len(xs[0]), (_kind(x, 1), _kind(state))
         numbers = sum([np.size(a) for a in first])
         if short("numpy", steps, numbers, self._calls.get(key, math.inf)):
             return SHORT
@@ -201,12 +182,6 @@ def leaves(tree: Tree) -> list[Any]:
     return [*(tree if arrays else trees.leaves(tree))]
 
 
-def filled(tree: Tree, values: Sequence[Any]) -> Tree:
-    """The tree with other leaves."""
-    left = iter(values)
-    return mapped(lambda _: next(left), tree)
-
-
 class _Run:
     """The arrays of a call, for the reading.
 
@@ -222,19 +197,16 @@ class _Run:
         self.body, self.first, self.steps = body, first, len(xs[0])
         self.dtype = next(a.dtype for a, v in zip(first, body.states, strict=True) if v.floating)
         self.rows = first[body.moving[0]].shape[0] if body.reading.axis == 0 else 1
-        self._fixed: dict[Variable, Any] = dict(zip(body.fixed, arrays, strict=True))
-        self._fixed |= {v: first[k] for k, v in enumerate(body.states) if v.kind == "F"}
+        self._once = Values(dict(zip(body.fixed, arrays, strict=True)), execute)
+        self._once.update((v, first[k]) for k, v in enumerate(body.states) if v.kind == "F")
         self._x = dict(zip(body.x, xs, strict=True))
-        self._once = Values({}, execute, self._fixed.get)
 
     @functools.cached_property
     def known(self) -> list[Values]:
         """The values of each step that no float state enters."""
-        body = self.body
-        known = [
-            Values({v: x[t] for v, x in self._x.items()}, execute, self._fixed.get)
-            for t in range(self.steps)
-        ]
+        body, steps = self.body, range(self.steps)
+        fixed = lambda v: self._once[v] if v.kind == "F" else None  # noqa: E731
+        known = [Values({v: x[t] for v, x in self._x.items()}, execute, fixed) for t in steps]
         self.last = [self.first[k] for k in body.ahead]  # the counters
         for values in known:
             values.update(
@@ -245,8 +217,7 @@ class _Run:
 
     def fixed(self, v: Variable) -> np.ndarray:
         """A value of kind F."""
-        array: np.ndarray = self._once[v]
-        return array
+        return self._once[v]
 
     def moving(self, v: Variable) -> np.ndarray:
         """A result that depends on no state, at all steps."""
@@ -275,19 +246,16 @@ class _Read:
         self.stable = not body.ahead and all(map(shaped, body.equations))
 
     def run(
-        self,
-        arrays: Sequence[Any],
-        xs: Sequence[Any],
-        first: Sequence[Any],
+        self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any],
         engine: str | None = None,
-    ) -> tuple[Tree, Tree]:
+    ) -> tuple[Tree, Tree]:  # fmt: skip
         """The outputs and the last state."""
         steps = len(xs[0])
         tape = self.tapes.get(steps)
         if isinstance(tape, Tape):
-            given = [*arrays, *xs, *first]
-            named, memory = tape.enter(given)
-            output, last = tape.leave(given, self.recur(named), memory)
+            all_arrays = [*arrays, *xs, *first]
+            named, memory = tape.enter(all_arrays)
+            output, last = tape.leave(all_arrays, self.recur(named), memory)
         else:
             run = _Run(self.body, arrays, xs, first)
             states = self.recur(self.enter(run, first), engine)
@@ -312,7 +280,8 @@ class _Read:
         layer = self._layers.get(how)
         if layer is None:
             made = plan(reading.cell, reading.size, self.dtype, engine, reading.sizes)
-            layer = reading.called(self.wanted, Options(threads=how[0]), plan=made)
+            options = Options(threads=how[0]).unread()
+            layer = reading.called(self.wanted, options, plan=made)
             self._layers[how] = layer
         return reading.named(one_way(passes.run)(layer, named), self.wanted)
 
@@ -334,19 +303,16 @@ class _Read:
         self, arrays: Sequence[Any], xs: Sequence[Any], first: Sequence[Any], states: States
     ) -> Tape | bool:
         """The tape of calls of so many steps; False if there is none."""
-        made = [array for part in states for array in part.values()]
-        names = [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in part]
-        given = (*arrays, *xs, *first)
-        record = Taped([*given, *made])
-        left: Any = iter(record.traced)
-        arrays, xs, first = ([next(left) for _ in part] for part in (arrays, xs, first))
-        ends, series = ({name: next(left) for name in part} for part in states)
-        names = [*[f"a[{k}]" for k in range(len(given))], *names]
+        tree = [*arrays], [*xs], [*first], states
+        record = Taped([*trees.leaves(tree)])
+        arrays, xs, first, states = filled(tree, record.stand_ins)
+        names = [f"a[{k}]" for k in range(len(arrays) + len(xs) + len(first))]
+        names += [f"b[{k}][{name!r}]" for k, part in enumerate(states) for name in sorted(part)]
         try:
             run = _Run(self.body, arrays, xs, first)
             entered = self.enter(run, first)
             split = len(record.equations)
-            results = self.leave(run, first, (ends, series))
+            results = self.leave(run, first, states)
             if len(record.equations) - split > _LONG:
                 return False
             into, out = (mapped(lambda leaf: leaf.variable, tree) for tree in (entered, results))
@@ -379,11 +345,11 @@ class _Known:
         """The reading with the arrays of a call; None if something is not what it was."""
         if isinstance(self.read, str):
             return self.read if self.mirror.fresh else None
-        found = self.mirror.arrays
-        if found is None:
+        read = self.mirror.arrays
+        if read is None:
             return None
         arrays: list[Any] = self.arrays.copy()
-        for slot, array in zip(self.slots, found, strict=True):
+        for slot, array in zip(self.slots, read, strict=True):
             arrays[slot] = array
         return self.read, arrays
 
@@ -407,7 +373,7 @@ class _Call:
                 "besides counters"
             )
         (self.dtype,) = reals
-        self.recording, self.traced = start([array[0] for array in self.xs], self.first)
+        self.recording, self.traced = Recording.of_step([x[0] for x in self.xs], self.first)
         self.arrays = self.recording.arrays
 
     def stand_in(self, slots: list[int]) -> Callable[[np.ndarray], Traced]:
@@ -444,10 +410,7 @@ class _Call:
         if self.recording.refusal is not None:
             raise self.recording.refusal
         if [*map(id, leaves(before))] != [*map(id, self.traced[count:])]:
-            raise Refused(
-                "the step changes the dictionary or list that holds its state",
-                "return the new state in a new one, such as {**state, 'h': h}",
-            )
+            raise Refused(*CHANGES_STATE)
         self.recording.after += map(_variable, leaves(after))
         self.recording.outputs += map(_variable, leaves(output))
         if len(self.recording.after) != len(self.first):
@@ -493,10 +456,10 @@ class _Call:
             ]
             with np.errstate(all="ignore"):
                 step = self.owner._loop(x, filled(self.state, first))
-                mine = read.run(self.arrays, short, first, "reference")
+                reading = read.run(self.arrays, short, first, "reference")
             return [
                 {f"result {i} of the step": array for i, array in enumerate(leaves(results))}
-                for results in (step, mine)
+                for results in (step, reading)
             ]
 
         reason = tried([array.shape for array in self.first], both, self.dtype.name)

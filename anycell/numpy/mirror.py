@@ -129,16 +129,16 @@ class Mirror(Watched):
         """The arrays of a call, if the step does what its copy did; None if it may do otherwise."""
         if not self.fresh:
             return None
-        found: list[np.ndarray] = []
+        arrays: list[np.ndarray] = []
         for holder, name, layout, number in self._arrays:
             array = value_of(holder, name)
-            if number == len(found):
+            if number == len(arrays):
                 if type(array) is not np.ndarray or (array.shape, array.dtype) != layout:
                     return None
-                found.append(array)
-            elif array is not found[number]:
+                arrays.append(array)
+            elif array is not arrays[number]:
                 return None
-        return found if len(set(map(id, found))) == len(found) else None
+        return arrays if len(set(map(id, arrays))) == len(arrays) else None
 
     @property
     def fresh(self) -> bool:
@@ -240,8 +240,8 @@ class Mirror(Watched):
         elif kind is types.FunctionType:
             return self._function(value)
         elif kind is types.MethodType:
-            function, own = self._copy(value.__func__), self._copy(value.__self__)
-            return self._keep(value, types.MethodType(function, own))
+            parts = self._copy(value.__func__), self._copy(value.__self__)
+            return self._keep(value, types.MethodType(*parts))
         elif kind is functools.partial:
             args, keywords = self._copy(value.args), self._copy(value.keywords)
             return self._keep(value, functools.partial(self._copy(value.func), *args, **keywords))
@@ -265,7 +265,7 @@ class Mirror(Watched):
         self._made.append((copy, _inside(copy)))
         return copy
 
-    def _function(self, function: types.FunctionType) -> Any:
+    def _function(self, function: Any) -> Any:
         effects, asked = operations(function.__code__)
         for name in sorted(asked & _HIDDEN):
             raise Unknown(f"a function that uses {name}")
@@ -274,14 +274,12 @@ class Mirror(Watched):
         cells = tuple([types.CellType() for _ in function.__code__.co_freevars])
         space = self._copies.get(id(function.__globals__))
         if space is None:
-            space = self._keep(function.__globals__, _Globals(self, function))
-        name = function.__name__
-        copy: Any = self._keep(
-            function, types.FunctionType(function.__code__, space, name, None, cells)
-        )
-        names = function.__code__.co_freevars
-        self._cells += zip(names, function.__closure__ or (), cells, strict=True)
-        self.watched.append((function, "__code__", function.__code__))
+            space = _Variables(self, function.__globals__, function.__builtins__)
+            self._keep(function.__globals__, space)
+        code, name = function.__code__, function.__name__
+        copy: Any = self._keep(function, types.FunctionType(code, space, name, None, cells))
+        self._cells += zip(code.co_freevars, function.__closure__ or (), cells, strict=True)
+        self.watched.append((function, "__code__", code))
         for name in ("__defaults__", "__kwdefaults__"):
             setattr(copy, name, self.of(function, name))
         copy.__dict__.update(self.of(function, "__dict__"))
@@ -326,48 +324,43 @@ class Mirror(Watched):
             return
         if name == "__dict__":
             self.unknown(f"reads {name}")
-        own, attributes = object.__getattribute__(copy, "__dict__"), vars(value)
-        if name in attributes and name not in own:
-            own[name] = MISSING
-            own[name] = self.read(attributes, name)
+        copied, attributes = object.__getattribute__(copy, "__dict__"), vars(value)
+        if name in attributes and name not in copied:
+            copied[name] = MISSING
+            copied[name] = self.read(attributes, name)
         elif name not in attributes:
             self.watched.append((attributes, name, MISSING))
 
 
-class _Globals(dict[str, Any]):
-    """The copies of a module's variables, made as functions read them."""
+class _Variables(dict[str, Any]):
+    """The copies of variables, made as functions read them, each of the first dictionary that has
+    it.
+    """
 
-    def __init__(self, mirror: Mirror, function: Any) -> None:
+    def __init__(self, mirror: Mirror, *holders: dict[str, Any]) -> None:
         super().__init__(__builtins__={})
-        self._mirror, self._real = mirror, function.__globals__
-        self._builtins = function.__builtins__
+        self._mirror, self._holders = mirror, holders
 
     def __missing__(self, name: str) -> Any:
-        holder, mirror = self._real, self._mirror
-        if name not in holder:
-            mirror.watched.append((holder, name, MISSING))
-            holder = self._builtins
-            if name not in holder:
-                mirror.unknown(f"reads {name}")
-        self[name] = mirror.read(holder, name)
-        return self[name]
+        for holder in self._holders:
+            if name in holder:
+                self[name] = self._mirror.read(holder, name)
+                return self[name]
+            self._mirror.watched.append((holder, name, MISSING))
+        self._mirror.unknown(f"reads {name}")
 
 
 class _Module:
-    """The copies of a module's variables, made as functions read them."""
+    """The copy of a module."""
 
-    def __init__(self, mirror: Mirror, real: dict[str, Any]) -> None:
-        vars(self).update(_mirror=mirror, _real=real)
+    def __init__(self, mirror: Mirror, variables: dict[str, Any]) -> None:
+        vars(self).update(_mirror=mirror, _variables=_Variables(mirror, variables))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._mirror.unknown(f"assigns to {name}")
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._real:
-            self._mirror.unknown(f"reads {name}")
-        value = self._mirror.read(self._real, name)
-        vars(self)[name] = value
-        return value
+        return self._variables[name]
 
 
 class _Poison:

@@ -13,21 +13,11 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from anycell import read
-from anycell.read import (
-    Body,
-    Equation,
-    Reading,
-    Refused,
-    Rule,
-    Value,
-    Values,
-    Variable,
-    leaves,
-    mapped,
-    places,
-    row,
-    tape,
-)
+from anycell.read import places, tape
+from anycell.read.body import Body, Equation, Rule, Values, Variable, row
+from anycell.read.reading import Reading
+from anycell.read.trees import leaves, mapped
+from anycell.read.units import Refused, Value
 
 places.skip(np)
 
@@ -49,13 +39,10 @@ STRUCTURAL = {
     np.broadcast_to, np.split, np.array_split, np.hsplit, np.concatenate, np.hstack, np.stack,
     np.flip, np.repeat, np.tile, np.roll, np.take, np.copy, operator.getitem,
 }  # fmt: skip
-METHODS: dict[str, Any] = {
+_METHODS = "clip copy cumsum dot max mean min ravel repeat squeeze std sum swapaxes take var"
+METHODS: dict[str, Any] = {name: getattr(np, name) for name in _METHODS.split()} | {
     "reshape": lambda a, *shape, **k: np.reshape(a, shape[0] if len(shape) == 1 else shape, **k),
-    "transpose": lambda a, *axes: np.transpose(a, axes or None),
-    "clip": np.clip, "copy": np.copy, "cumsum": np.cumsum, "dot": np.dot, "flatten": np.ravel,
-    "max": np.max, "mean": np.mean, "min": np.min, "ravel": np.ravel, "repeat": np.repeat,
-    "squeeze": np.squeeze, "std": np.std, "sum": np.sum, "swapaxes": np.swapaxes, "take": np.take,
-    "var": np.var,
+    "transpose": lambda a, *axes: np.transpose(a, axes or None), "flatten": np.ravel,
 }  # fmt: skip
 _LISTS = np.split, np.array_split, np.hsplit  # which return lists, also of one array
 _OF_SHAPES = np.zeros_like, np.ones_like, np.full_like, np.shape, np.ndim, np.size
@@ -75,6 +62,18 @@ class Recording(Body):
     arrays: list[np.ndarray] = field(default_factory=list)
     refusal: Refused | None = None
     reading: Reading = field(init=False)
+
+    @classmethod
+    def of_step(
+        cls, xs: Sequence[np.ndarray], states: Sequence[np.ndarray]
+    ) -> tuple[Recording, list[Traced]]:
+        """A recording, and the arrays to call the step with: those of x, then the states."""
+        made = cls([], list(map(_variable, xs)), list(map(_variable, states)), [], [], [])
+        return made, made.traced([*made.x, *made.states], [*xs, *states])
+
+    def traced(self, variables: Sequence[Variable], arrays: Sequence[Any]) -> list[Traced]:
+        """The stand-ins of arrays."""
+        return [Traced(self, v, array) for v, array in zip(variables, arrays, strict=True)]
 
     def of(self, array: np.ndarray) -> Variable:
         """An array that the step has from elsewhere."""
@@ -210,7 +209,7 @@ def _record(function: Any, args: Any, kwargs: Any) -> Any:
     recording.equations.append(
         Equation(function, arguments, options, results, places.here(), name, function)
     )
-    made = [Traced(recording, v, part) for v, part in zip(results, parts, strict=True)]
+    made = recording.traced(results, parts)
     return made if several else made[0]
 
 
@@ -232,7 +231,7 @@ class Taped(Recording):
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         super().__init__(list(map(_variable, arrays)), [], [], [], [], [])
-        self.traced = [Traced(self, v, a) for v, a in zip(self.fixed, arrays, strict=True)]
+        self.stand_ins = self.traced(self.fixed, arrays)
 
     def of(self, array: np.ndarray) -> Variable:
         variable = _variable(array)
@@ -265,13 +264,6 @@ class Tape(tape.Tape):
 
     def _single(self, node: Equation) -> bool:
         return super()._single(node) and node.source not in _LISTS
-
-
-def start(xs: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> tuple[Recording, list[Traced]]:
-    """A recording, and the arrays to call the step with: those of x, then the states."""
-    recording = Recording([], list(map(_variable, xs)), list(map(_variable, states)), [], [], [])
-    inputs = zip((*recording.x, *recording.states), (*xs, *states), strict=True)
-    return recording, [Traced(recording, v, array) for v, array in inputs]
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -314,14 +306,17 @@ def _einsum(reader: Reader, equation: str, *operands: Any, **_: Any) -> Any:
     return reader.einsum(equation, *operands)
 
 
-TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved) | {
-    np.add: "add", np.subtract: "sub", np.multiply: "mul", np.divide: "div", np.negative: "neg",
-    np.positive: "identity", np.exp: "exp", np.log: "log", np.log1p: "log1p", np.expm1: "expm1",
-    np.sqrt: "sqrt", np.absolute: "abs", np.sign: "sign", np.square: "square", np.sin: "sin",
-    np.cos: "cos", np.tanh: "tanh", np.reciprocal: "reciprocal", np.maximum: "maximum",
-    np.minimum: "minimum", np.less: "lt", np.less_equal: "le", np.greater: "gt",
-    np.greater_equal: "ge", np.equal: "eq", np.not_equal: "ne", np.logical_and: "logical_and",
-    np.logical_or: "logical_or", np.logical_not: "logical_not", np.logical_xor: "logical_xor",
+# Those that have their names in the language.
+_OPS = (
+    "add exp log log1p expm1 sqrt sign square sin cos tanh reciprocal maximum minimum logical_and "
+    "logical_or logical_not logical_xor"
+)
+TABLE: dict[Any, Rule] = dict.fromkeys(STRUCTURAL, read.Reader.moved)
+TABLE |= {getattr(np, name): name for name in _OPS.split()}
+TABLE |= {
+    np.subtract: "sub", np.multiply: "mul", np.divide: "div", np.negative: "neg",
+    np.positive: "identity", np.absolute: "abs", np.less: "lt", np.less_equal: "le",
+    np.greater: "gt", np.greater_equal: "ge", np.equal: "eq", np.not_equal: "ne",
     np.bitwise_and: "logical_and", np.bitwise_or: "logical_or", np.invert: "logical_not",
     np.bitwise_xor: "logical_xor",
 }  # fmt: skip

@@ -105,9 +105,9 @@ def writing(*layers: Mapping[str, Array]) -> Iterator[None]:
     for arrays in layers:
         for name, array in arrays.items():
             if not array.flags.writeable:
-                given = "a read-only array, as object stores and memory maps return them"
+                array_is = "a read-only array, as object stores and memory maps return them"
                 hint = "Copy the layer first: copy.deepcopy(layer)."
-                refuse(name, given, "an array that can be written to", hint)
+                refuse(name, array_is, "an array that can be written to", hint)
     try:
         yield
     finally:

@@ -31,8 +31,7 @@ def _of_blas() -> Callable[[], int]:
             continue
         for name in _NAMES:
             if hasattr(library, name):
-                function: Callable[[], int] = library[name]
-                return function
+                return library[name]
     return lambda: cpu.threads.MOST  # Apple's, or none that can be asked
 
 

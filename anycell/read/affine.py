@@ -6,7 +6,7 @@ an array of projections ``[T, B, gates]`` costs half as much again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,9 @@ import numpy as np
 
 from anycell.read.arrays import neighbours
 from anycell.read.units import Graph, Run, Source, Units, once
+
+# Ops that are affine, if not several factors of a product depend on x, nor a divisor.
+AFFINE = frozenset("add sub neg mul div identity".split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,15 +29,10 @@ class Matrix:
         columns: its columns, or for the identity the rows that the columns pick.
     """
 
-    fetch: Callable[[Run], Any] | None
+    fetch: Any
     rows: np.ndarray
     columns: np.ndarray
     sign: int = 1
-
-    def joined(self, after: Matrix) -> Matrix | None:
-        """Both as one, if the next matrix continues this one, column by column."""
-        alike = self.fetch is not None and np.array_equal(self.rows, after.rows)
-        return _joined(self, after) if alike else None
 
     def transposed(self, run: Run, arrays: Any) -> Any:
         """The matrix as an array ``[out, in]``."""
@@ -50,6 +48,10 @@ class Matrix:
             matrix = arrays.index(arrays.move(matrix, 0, 1), self.rows)
         return -matrix if self.sign < 0 else matrix
 
+    def array(self, run: Run, arrays: Any) -> Any:
+        """The matrix as an array ``[in, out]``."""
+        return arrays.move(self.transposed(run, arrays), 0, 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Constant:
@@ -60,18 +62,21 @@ class Constant:
     sign: int = 1
     per_row: bool = False
 
-    def joined(self, after: Constant) -> Constant | None:
-        """Both as one, if the next numbers follow these in one array."""
-        return _joined(self, after)
-
     def array(self, run: Run, arrays: Any) -> Any:
         """``[rows or 1, n]``."""
         array = arrays.index(self.fetch(run), self.columns)
         return -array if self.sign < 0 else array
 
 
-def _joined(a: Any, b: Any) -> Any:
+def joined(a: Any, b: Any) -> Any:
+    """Two matrices, constants or numbers as one, if the columns of the second follow those of the
+    first in one array; else None.
+    """
+    if isinstance(a, float) or isinstance(b, float):
+        return a if a == b else None
     if (a.fetch, a.sign) != (b.fetch, b.sign) or a.columns[-1] + 1 != b.columns[0]:
+        return None
+    if isinstance(a, Matrix) and (a.fetch is None or not np.array_equal(a.rows, b.rows)):
         return None
     return replace(a, columns=np.concatenate([a.columns, b.columns]))
 
@@ -99,17 +104,31 @@ class Affine:
         """Whether a constant differs from row to row, as no bias can."""
         return any(isinstance(c, Constant) and c.per_row for c in self.constants)
 
+    def followed(self, after: Affine) -> Affine | None:
+        """Both maps as one of more columns of the same matrices; None if they have others."""
+        (sources, matrices), (others, further) = (
+            ([source for source, _ in part.terms], [matrix for _, matrix in part.terms])
+            for part in (self, after)
+        )
+        if sources != others or len(self.constants) != len(after.constants):
+            return None
+        matrices = list(map(joined, matrices, further))
+        constants = tuple(map(joined, self.constants, after.constants))
+        if None in (*matrices, *constants):
+            return None
+        terms = tuple(zip(sources, matrices, strict=True))
+        return Affine(self.size + after.size, terms, constants)
+
     def value(self, run: Run, arrays: Any) -> Any:
         """``[time or 1, rows or 1, size]``."""
         total = self.constant(run, arrays)
         for source, matrix in self.terms:
-            assert source.fetch is not None
             inputs = source.fetch(run)
             if matrix.fetch is None:
                 part = arrays.index(inputs, matrix.columns)
                 part = -part if matrix.sign < 0 else part
             else:
-                part = inputs @ arrays.move(matrix.transposed(run, arrays), 0, 1)
+                part = inputs @ matrix.array(run, arrays)
             total = part if total is None else total + part
         return total
 
@@ -143,14 +162,12 @@ def affine(graph: Graph, units: Units) -> Affine | None:
         return _outer(source, at)
     if source.sort == "product":
         return _product(graph, source, at)
-    if source.sort != "op" or source.op not in ("add", "sub", "neg", "mul", "div", "identity"):
+    if source.sort != "op" or source.op not in AFFINE:
         return None
-    parts: list[Affine | float] = []
+    parts: list[Affine] = []
     for operand in source.operands:
-        if isinstance(operand, float):
-            parts.append(operand)
-            continue
-        part = affine(graph, operand[at])
+        number = isinstance(operand, float)
+        part = Affine(size, (), (operand,)) if number else affine(graph, operand[at])
         if part is None or part.size != size:
             return None
         parts.append(part)
@@ -160,23 +177,19 @@ def affine(graph: Graph, units: Units) -> Affine | None:
 def _outer(source: Source, at: Units) -> Affine:
     if source.kind == "X":
         return Affine(len(at), ((source, Matrix(None, np.arange(source.size), at)),))
-    fetch = source.fetch
-    assert fetch is not None
-    first = lambda run: fetch(run)[0]  # noqa: E731
-    constant = Constant(_kept(source, "first", first), at, 1, source.per_row)
-    return Affine(len(at), (), (constant,))
+    first = _kept(source, "first", lambda run: source.fetch(run)[0])
+    return Affine(len(at), (), (Constant(first, at, 1, source.per_row),))
 
 
 def _kept(source: Source, name: str, fetch: Callable[[Run], Any]) -> Callable[[Run], Any]:
     """``fetch``, computed once a call, and the same function for all columns of a source."""
-    return source.kept.setdefault(name, lambda run: once(run, fetch))
+    return source.kept.setdefault(name, once(fetch))
 
 
 def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
     if source.heads > 1:
         return None
     weight, arrays = source.fetch, graph.arrays
-    assert weight is not None
     terms: list[tuple[Source, Matrix]] = []
     constants: list[Constant | float] = []
     for number, (units, row) in enumerate(source.operands):
@@ -190,8 +203,7 @@ def _product(graph: Graph, source: Source, at: Units) -> Affine | None:
                 continue
 
             def composed(run: Run, first: Matrix = matrix, row: int = row, end: int = end) -> Any:
-                into = arrays.move(first.transposed(run, arrays), 0, 1)
-                return into @ arrays.take(weight(run), 0, row, end - row)
+                return first.array(run, arrays) @ arrays.take(weight(run), 0, row, end - row)
 
             fetch = _kept(source, f"{number} {term}", composed)
             terms.append((inputs, Matrix(fetch, np.arange(inputs.size), at)))
@@ -209,18 +221,15 @@ def _whole(identity: Matrix, inputs: Source) -> bool:
     return np.array_equal(identity.columns, np.arange(inputs.size))
 
 
-def _operation(arrays: Any, op: str, size: int, parts: Sequence[Affine | float]) -> Affine | None:
-    whole = [Affine(size, (), (p,)) if isinstance(p, float) else p for p in parts]
+def _operation(arrays: Any, op: str, size: int, parts: list[Affine]) -> Affine | None:
     if op == "identity":
-        return whole[0]
+        return parts[0]
     if op == "neg":
-        return _negative(whole[0])
+        return _negative(parts[0])
     if op in ("add", "sub"):
-        a, b = whole[0], whole[1] if op == "add" else _negative(whole[1])
+        a, b = parts[0], parts[1] if op == "add" else _negative(parts[1])
         return Affine(size, a.terms + b.terms, a.constants + b.constants)
-    if op == "mul" and not whole[0].terms:
-        whole.reverse()
-    value, factor = whole
+    value, factor = parts[::-1] if op == "mul" and not parts[0].terms else parts
     if factor.terms or factor.per_row:
         return None
 
@@ -229,7 +238,7 @@ def _operation(arrays: Any, op: str, size: int, parts: Sequence[Affine | float])
         return array * numbers if op == "mul" else array / numbers
 
     def scaled(matrix: Matrix) -> Callable[[Run], Any]:
-        return lambda run: scale(arrays.move(matrix.transposed(run, arrays), 0, 1), run)
+        return lambda run: scale(matrix.array(run, arrays), run)
 
     every = np.arange(size)
     terms = tuple(

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from anycell.read.affine import AFFINE
 from anycell.read.functions import Functions
 from anycell.read.printer import read
 from anycell.read.reading import Reading
-from anycell.read.trees import leaves, mapped
-from anycell.read.units import Graph, Outer, Refused, Value
+from anycell.read.trees import filled, leaves, mapped
+from anycell.read.units import KINDS, Graph, Outer, Refused, Value
 
 Array = Any
 Rule = str | Callable[..., Any]
-_AFFINE = frozenset("add sub neg mul div identity".split())
 
 
 @dataclass(eq=False)
@@ -145,7 +145,7 @@ class Body:
         for k, v in enumerate(self.states):
             v.kind = "X" if k in ahead else "S" if k in changing else "F"
         for equation in self.equations:
-            kind = max((v.kind for v in equation.operands), key="FXS".index, default="F")
+            kind = max((v.kind for v in equation.operands), key=KINDS.index, default="F")
             for v in equation.results:
                 v.kind = "X" if equation.random and kind == "F" else kind
 
@@ -234,9 +234,8 @@ class Values(dict[Variable, Array]):
             missing = [o for o in equation.operands if self._missing(o)]
             todo += missing
             if not missing and todo.pop() not in self:  # of several results some may be known
-                for result, value in zip(
-                    equation.results, self.execute(equation, self), strict=True
-                ):
+                values = self.execute(equation, self)
+                for result, value in zip(equation.results, values, strict=True):
                     self.setdefault(result, value)
         return self[v]
 
@@ -252,6 +251,7 @@ class Reader(Functions):
         table: a rule for each operation.
         instead: what to write instead of operations that people use in cells.
         equation: the one that is being read.
+        per_row: ``differs``, asked once for each value.
         values: the operands by variables.
     """
 
@@ -267,7 +267,7 @@ class Reader(Functions):
             raise Refused("the batch has no rows")
         self.graph = Graph(arrays, rows)
         self.values: dict[Variable, Any] = {}
-        self._rowed: dict[Variable, bool] = {}
+        self.per_row = functools.cache(self.differs)
         self.equation = Equation(None, (), {}, [])
 
     def read(self, names: Sequence[str], title: str) -> Reading:
@@ -286,32 +286,25 @@ class Reader(Functions):
             self._check(v)
             self.values[v] = graph.state(v.shape, self.axis, v.boolean, names[k])
         for equation in body.needed(after, before):
-            if equation.results[0].kind == "S":
-                self.keep(equation)
+            if equation.results[0].kind != "S":
+                continue
+            results = self.apply(equation, self.operand)
+            for v, value in zip(equation.results, results, strict=False):
+                if value is not None:
+                    self._check(v)
+                    self.values[v] = value
         graph.where = ""
-        pairs = [
-            (self.values[old], self.operand(new)) for old, new in zip(before, after, strict=True)
-        ]
+        pairs = [(self.values[v], self.operand(new)) for v, new in zip(before, after, strict=True)]
         return read(graph, pairs, title)
-
-    def keep(self, equation: Equation) -> None:
-        """Reads an equation of kind S."""
-        for v, value in zip(equation.results, self.apply(equation, self.operand), strict=False):
-            if value is not None:
-                self._check(v)
-                self.values[v] = value
 
     def apply(self, equation: Equation, operand: Callable[[Variable], Any]) -> list[Any]:
         """The results of an equation, by its row of the table."""
         graph, rule = self.graph, self.table.get(equation.op)
         graph.where, self.equation = equation.where, equation
         if rule is None:
-            graph.refuse(
-                f"no cell has {equation.name} of a value that depends on a state",
-                self.instead.get(
-                    equation.op, "operations that cells have, as docs/cells.md lists them"
-                ),
-            )
+            others = "operations that cells have, as docs/cells.md lists them"
+            problem = f"no cell has {equation.name} of a value that depends on a state"
+            graph.refuse(problem, self.instead.get(equation.op, others))
 
         def placed(leaf: Any) -> Any:
             return operand(leaf) if isinstance(leaf, Variable) else self.argument(leaf)
@@ -360,14 +353,8 @@ class Reader(Functions):
             outer.units = self._units(v, v.equation)
         return outer
 
-    def per_row(self, v: Variable) -> bool:
-        """Whether a value may differ from row to row of the batch."""
-        if v not in self._rowed:
-            self._rowed[v] = self.differs(v)
-        return self._rowed[v]
-
     def differs(self, v: Variable) -> bool:
-        """The result of ``per_row``, which asks ``per_row`` itself of other values."""
+        """Whether a value may differ from row to row of the batch; see ``per_row``."""
         axis, equation = self.axis_of(v), v.equation
         if axis is None or axis >= len(v.shape) or v.shape[axis] == 1 or v.number is not None:
             return False
@@ -393,7 +380,7 @@ class Reader(Functions):
         dtypes = {o.dtype for o in (*equation.operands, v) if o.kind == "X"}
         if dtypes - {self.dtype} and dtypes != {"bool"}:
             return None
-        if rule is None or (isinstance(rule, str) and rule not in _AFFINE):
+        if rule is None or (isinstance(rule, str) and rule not in AFFINE):
             return None
 
         def based(o: Variable) -> Any:
@@ -419,9 +406,7 @@ class Reader(Functions):
         operands = list(leaves((arguments, options), (Value, Outer)))
 
         def run(*ids: Array) -> Any:
-            left = iter(map(self.packed, ids))
-            placed = lambda leaf: next(left) if isinstance(leaf, (Value, Outer)) else leaf  # noqa: E731
-            args, more = mapped(placed, (arguments, options))
+            args, more = filled((arguments, options), map(self.packed, ids), (Value, Outer))
             return function(*args, **more)
 
         return self.graph.structural(run, *operands)
@@ -433,9 +418,6 @@ class Reader(Functions):
     def packed(self, ids: Array) -> Array:
         """Units as the framework's functions take them."""
         return ids
-
-    def identity(self, value: Any, *_: Any, **__: Any) -> Any:
-        return value
 
     def convert(self, value: Any, *_: Any, **__: Any) -> Any:
         """A value in another dtype."""
@@ -454,11 +436,11 @@ def _affine(graph: Graph, source: Any) -> bool:
         return True
     moving = [i for i, o in enumerate(source.operands)
               if not isinstance(o, float) and graph.kind(o) == "X"]  # fmt: skip
-    if source.sort != "op" or source.op not in _AFFINE:
+    if source.sort != "op" or source.op not in AFFINE:
         return False
     return not (len(moving) > 1 if source.op == "mul" else source.op == "div" and 1 in moving)
 
 
-def row(name: str, **fixed: Any) -> Rule:
+def row(name: str) -> Rule:
     """A row that calls a function of the reader with operands alone, whatever the options."""
-    return lambda reader, *operands, **_: getattr(reader, name)(*operands, **fixed)
+    return lambda reader, *operands, **_: getattr(reader, name)(*operands)

@@ -201,15 +201,13 @@ class Functions:
         return self.graph.reduce("max", value, self._axes(value, axes), keep)
 
     def min(self, value: Value, axes: Any = None, keep: bool = False) -> Value:
-        most: Value = self.op("neg", self.max(self.op("neg", value), axes, keep))
-        return most
+        return self.op("neg", self.max(self.op("neg", value), axes, keep))
 
     def mean(self, value: Value, axes: Any = None, keep: bool = False, less: float = 0) -> Value:
         """The mean, or the sum over a count that is ``less`` lower."""
         axes = self._axes(value, axes)
         count = math.prod(value.shape[axis] for axis in axes) - less
-        mean: Value = self.op("mul", self.sum(value, axes, keep), 1.0 / count)
-        return mean
+        return self.op("mul", self.sum(value, axes, keep), 1.0 / count)
 
     def variance(
         self, value: Value, axes: Any = None, keep: bool = False, less: float = 0
@@ -266,25 +264,22 @@ class Functions:
         graph, arrays = self.graph, self.graph.arrays
         left, right, out = re.split(",|->", equation.replace(" ", ""))
         pairs = [(a, left), (b, right)]
-        (value, mine), (weight, its) = pairs if isinstance(a, Value) else pairs[::-1]
+        (value, of_value), (weight, of_weight) = pairs if isinstance(a, Value) else pairs[::-1]
         if not isinstance(weight, Outer) or weight.kind != "F":
             whose = "a state" if isinstance(weight, Value) else "this step's input"
             graph.refuse(
                 f"the matrix of this product depends on {whose}",
                 "products with matrices of weights; for few numbers of a row, the sum of a * b",
             )
-        sizes = dict(zip(its, weight.shape, strict=True))
+        sizes = dict(zip(of_weight, weight.shape, strict=True))
         row = graph.view(value)[0]
-        rows = "" if row is None else mine[row]
-        shared = [k for k in mine if k in its]
+        rows = "" if row is None else of_value[row]
+        shared = [k for k in of_value if k in of_weight]
         summed = [k for k in shared if k not in out]
-        if (
-            len({*mine}) < len(mine)
-            or len({*its}) < len(its)
-            or {*mine, *its} - {*summed} != {*out}
-        ):
+        repeated = any(len({*of}) < len(of) for of in (of_value, of_weight))
+        if repeated or {*of_value, *of_weight} - {*summed} != {*out}:
             graph.refuse(f"this is einsum({equation!r})", "products, without sums of one operand")
-        rowed = weight.axis is not None or (rows and rows in its)
+        rowed = weight.axis is not None or (rows and rows in of_weight)
         if weight.per_row and rowed and sizes.get(rows) != 1 and rows not in summed:
             graph.refuse(
                 "each row of the batch has a matrix of its own",
@@ -293,8 +288,8 @@ class Functions:
         # Along these axes the matrices are the same.
         same = [k for k in shared if k in out and (sizes[k] == 1 or k == rows)]
         heads = [k for k in shared if k in out and k not in same]
-        new = [k for k in its if k not in mine]
-        order = [its.index(k) for k in [*same, *heads, *summed, *new]]
+        new = [k for k in of_weight if k not in of_value]
+        order = [of_weight.index(k) for k in [*same, *heads, *summed, *new]]
         groups = [heads, summed, new][not heads :]
         shape = [math.prod(sizes[k] for k in group) for group in groups]
         plain = not same and all(len(group) == 1 for group in groups)
@@ -307,10 +302,10 @@ class Functions:
 
         whole = np.broadcast_to(value.ids, [
             max(n, sizes.get(k, 1)) if k in heads else n
-            for k, n in zip(mine, value.shape, strict=True)
+            for k, n in zip(of_value, value.shape, strict=True)
         ])  # fmt: skip
-        rest = [k for k in mine if k not in heads]
-        ids = whole.transpose([mine.index(k) for k in [*heads, *rest]])
+        rest = [k for k in of_value if k not in heads]
+        ids = whole.transpose([of_value.index(k) for k in [*heads, *rest]])
         parts = tuple(sizes[k] for k in new)
         if heads:
             lead = ids.shape[: len(heads)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import traceback
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Folders whose code is not the user's; frontends add their frameworks.
 SKIPPED = [str(Path(__file__).parents[1])]
@@ -38,14 +40,16 @@ def place(frames: Iterable[tuple[str, int | None]]) -> str:
 
 def here() -> str:
     """The user's line that runs."""
-    return place(_running())
+    frames = traceback.walk_stack(sys._getframe())
+    return place((frame.f_code.co_filename, line) for frame, line in frames)
 
 
-def _running() -> Iterator[tuple[str, int | None]]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions inside it."""
+    yield code
+    for inside in code.co_consts:
+        if isinstance(inside, types.CodeType):
+            yield from _codes(inside)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,12 +57,8 @@ def operations(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the instructions of code, functions inside it included, and those that it has of
     variables and attributes.
     """
-    done, names = {i.opname for i in dis.get_instructions(code)}, {*code.co_names}
-    for inside in code.co_consts:
-        if isinstance(inside, types.CodeType):
-            more, named = operations(inside)
-            done, names = done | more, names | named
-    return frozenset(done), frozenset(names)
+    instructions = {i.opname for c in _codes(code) for i in dis.get_instructions(c)}
+    return frozenset(instructions), frozenset(name for c in _codes(code) for name in c.co_names)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,12 +67,19 @@ def module_variables(code: types.CodeType) -> frozenset[str]:
 
     ``co_names`` has the names of attributes among them.
     """
-    names = {i.argval for i in dis.get_instructions(code) if "GLOBAL" in i.opname}
-    inside = (module_variables(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(names).union(*inside)
+    instructions = (i for c in _codes(code) for i in dis.get_instructions(c))
+    return frozenset(i.argval for i in instructions if "GLOBAL" in i.opname)
 
 
 def raised(error: BaseException) -> str:
     """The user's line that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     return place((frame.filename, frame.lineno) for frame in reversed(frames))
+
+
+def definition(function: Any) -> str:
+    """The file and line where a function begins, "" for one that is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""

@@ -21,26 +21,20 @@ from anycell.lang.cell import ARRAYS
 from anycell.lang.declare import MOST, RECURRENT
 from anycell.lang.expr import Expr, apply, const, listing, topological
 from anycell.lang.text import from_text
-from anycell.read.affine import Affine, Constant, Matrix, affine
+from anycell.read.affine import Affine, Constant, Matrix, affine, joined
 from anycell.read.arrays import merged, neighbours
 from anycell.read.reading import Flags, Piece, Reading
 from anycell.read.units import Graph, Refused, Source, Units, Value, occurrences
 
 # Operations that are several of the language's; all others have the name that they have there.
 OPS: dict[str, Callable[..., Expr]] = {
-    "identity": lambda v: v,
-    "square": lambda v: v * v,
-    "reciprocal": lambda v: 1.0 / v,
-    "rsqrt": lambda v: 1.0 / lang.sqrt(v),
-    "log1p": lambda v: lang.log(1.0 + v),
-    "expm1": lambda v: lang.exp(v) - 1.0,
-    "number": lambda v: lang.where(v, 1.0, 0.0),
-    "truth": lambda v: v != 0.0,
+    "identity": lambda v: v, "square": lambda v: v * v, "reciprocal": lambda v: 1.0 / v,
+    "rsqrt": lambda v: 1.0 / lang.sqrt(v), "log1p": lambda v: lang.log(1.0 + v),
+    "expm1": lambda v: lang.exp(v) - 1.0, "number": lambda v: lang.where(v, 1.0, 0.0),
+    "truth": lambda v: v != 0.0, "logical_xor": lambda a, b: (a & ~b) | (~a & b),
     "sign": lambda v: lang.where(v > 0.0, 1.0, lang.where(v < 0.0, -1.0, 0.0)),
-    "logical_xor": lambda a, b: (a & ~b) | (~a & b),
-    "elu_alpha": lang.elu,
-    "gelu_tanh": lambda v: lang.gelu(v, approximate="tanh"),
-}
+    "elu_alpha": lang.elu, "gelu_tanh": lambda v: lang.gelu(v, approximate="tanh"),
+}  # fmt: skip
 JOINED = (
     "this step joins parts of several values in one operand, or in one state, of sizes that do not "
     "match. Instead: give states and gates one size"
@@ -50,14 +44,13 @@ SYMBOLS = "PQRSUVWXYZKLMNJGEFDCA"  # of sizes other than the hidden size
 
 @dataclass(eq=False)
 class Product:
-    """A call of ``linear``: its operand, and the rows and columns of the matrix of each output."""
+    """A call of ``linear``: its operand, and by output the rows and columns of its matrix."""
 
     name: str
     operand: Expr
     size: int
     heads: int
-    blocks: list[Matrix] = field(default_factory=list)
-    outputs: list[Expr] = field(default_factory=list)
+    outputs: dict[Expr, Matrix] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -102,10 +95,7 @@ class _Printer:
         self.params: dict[str, Affine] = {}
         self.static: Affine | None = None
         self.reduces = False
-        after = [
-            self._after(value, source, shape)
-            for (_, value), source, shape in zip(states, self.sources, self.shapes, strict=True)
-        ]
+        after = [self._after(value, before.shape) for before, value in states]
         after, condition, restored = self._conditions(after)
         live = graph.live([*after, *(source.units for source in self.sources)])
         graph.settle(list(zip(self.sources, after, strict=True)), live)
@@ -118,7 +108,7 @@ class _Printer:
             boolean = self.sources[piece.state].boolean
             self.results.append(self._node("number", node) if boolean else node)
 
-    def _after(self, value: Any, source: Source, shape: tuple[int, ...]) -> Units:
+    def _after(self, value: Any, shape: tuple[int, ...]) -> Units:
         """The units of a new state."""
         graph = self.graph
         if not isinstance(value, Value):
@@ -136,9 +126,7 @@ class _Printer:
             the new states without it; the unit of the condition and whether it is inverted, or
             None; for resets what is restored for each state.
         """
-        masks = [
-            self._where(units, source) for units, source in zip(after, self.sources, strict=True)
-        ]
+        masks = list(map(self._where, after, self.sources))
         held = [mask for mask in masks if mask is not None and isinstance(mask[1], np.ndarray)]
         if len(held) == len(masks) and len({condition for condition, _ in held}) == 1:
             return [value for _, value in held], held[0][0], None
@@ -157,8 +145,8 @@ class _Printer:
                     restored = isinstance(value, float) or self.graph.kind(value) == "F"
             read += [] if restored else user.operand_units
         conditions = {condition for start in starts for condition, _ in start}
-        used = any(_touches(units, source) for units in read for source in self.sources)
-        if used or len(conditions) != 1 or any(len(start) != 1 for start in starts):
+        used = {source for units in read for source, _ in self.graph.owners(units)}
+        if not used.isdisjoint(self.sources) or {len(conditions), *map(len, starts)} != {1}:
             return after, None, None
         for user in live:
             user.operands = [_renamed(operand, renamed) for operand in user.operands]
@@ -182,18 +170,16 @@ class _Printer:
         return None
 
     def _flags(self, condition: tuple[int, bool], restored: list[Any] | None) -> Flags:
-        unit, inverted = condition
-        source = self.graph.owner(unit)
+        (unit, inverted), graph = condition, self.graph
+        source = graph.owner(unit)
         at = unit - source.start
         if restored is None:
             return Flags(source, at, inverted)
         parts = []
         for piece in self.pieces:
             value = restored[piece.state]
-            if isinstance(value, float):
-                parts.append(Affine(piece.size, (), (value,)))
-                continue
-            part = affine(self.graph, value[piece.at])
+            number = isinstance(value, float)
+            part = Affine(piece.size, (), (value,)) if number else affine(graph, value[piece.at])
             if part is None:
                 raise Refused("this step resets states to a value that is computed in the step")
             parts.append(part)
@@ -292,9 +278,14 @@ class _Printer:
         """A value of one unit as ``size`` equal ones, where their number matters."""
         if self.sizes.get(node, 1) == size:
             return node
-        arrays = self.graph.arrays
-        ones = Constant(lambda run: arrays.constant(np.ones((1, size)), run.dtype), np.arange(size))
-        return self._node("mul", node, self._outside(Affine(size, (), (ones,)), False))
+        constant = self.graph.arrays.constant
+        ones = self._param(size, lambda run: constant(np.ones((1, size)), run.dtype))
+        return self._node("mul", node, ones)
+
+    def _param(self, size: int, fetch: Callable[[Any], Any]) -> Expr:
+        """The parameter of the numbers ``fetch(run) -> [1, size]``."""
+        constant = Constant(fetch, np.arange(size))
+        return self._outside(Affine(size, (), (constant,)), False)
 
     def _outside(self, part: Affine, boolean: bool) -> Expr:
         """A gate, a parameter or the static input."""
@@ -364,7 +355,6 @@ class _Printer:
                         yield node, places[here][order]
 
     def _matmul(self, source: Source, at: Units) -> Expr:
-        assert source.fetch is not None
         if source.heads > 1:
             return self._heads(source, at)
         terms = [
@@ -398,8 +388,7 @@ class _Printer:
         product = self.products[key]
         name = f"{product.name}_{len(product.outputs)}"
         output = self._sized(_linear(operand, product.name, name), size)
-        product.blocks.append(matrix)
-        product.outputs.append(output)
+        product.outputs[output] = matrix
         return output
 
     def _linear(self, operand: Expr, matrix: Matrix) -> Expr:
@@ -409,12 +398,9 @@ class _Printer:
         # One row or one column is no matmul: its numbers are parameters.
         arrays = self.graph.arrays
         if rows == 1:
-            row = lambda run: arrays.move(matrix.transposed(run, arrays), 0, 1)  # noqa: E731
-            constant = Constant(row, np.arange(size))
-            return self._node("mul", operand, self._outside(Affine(size, (), (constant,)), False))
-        constant = Constant(lambda run: matrix.transposed(run, arrays), np.arange(rows))
-        weights = self._outside(Affine(rows, (), (constant,)), False)
-        return lang.sum(operand * weights)
+            row = self._param(size, lambda run: matrix.array(run, arrays))
+            return self._node("mul", operand, row)
+        return lang.sum(operand * self._param(rows, lambda run: matrix.transposed(run, arrays)))
 
     # -- text ------------------------------------------------------------------------------------
     def reading(self) -> Reading:
@@ -450,7 +436,7 @@ class _Printer:
         text = f"from anycell import {names}\n\n\n" + "\n".join(lines) + "\n"
         cell = from_text(text)
         weights = {
-            product.name: (product.heads, tuple(merged(product.blocks, Matrix.joined)))
+            product.name: (product.heads, tuple(merged(product.outputs.values(), joined)))
             for product in self.products.values()
         }
         return Reading(
@@ -473,10 +459,8 @@ class _Printer:
 
         self.gates = dict(sorted(self.gates.items(), key=gate))
         for product in self.products.values():
-            pairs = zip(product.blocks, product.outputs, strict=True)
-            ordered = sorted(pairs, key=lambda pair: place(pair[0]))
-            product.blocks = [matrix for matrix, _ in ordered]
-            product.outputs = [output for _, output in ordered]
+            outputs = product.outputs.items()
+            product.outputs = dict(sorted(outputs, key=lambda pair: place(pair[1])))
 
     def _recur(self, size: int) -> None:
         """Makes a product of a state the recurrent projection ``r``, which kernels run fastest.
@@ -486,7 +470,7 @@ class _Printer:
         gates = [gate for gate, part in self.gates.items() if part.size == size]
         sums = {node.args for node in topological(self.results) if node.op == "add"}
         for product in self.products.values():
-            blocks = dict(zip(product.outputs, product.blocks, strict=True))
+            blocks = product.outputs
             of_state = product.operand.op == "state" and product.heads == 1
             if not of_state or product.size != size or len(blocks) != len(gates):
                 continue
@@ -496,8 +480,8 @@ class _Printer:
                 chosen |= dict.fromkeys(added[:1], gate)
             places = {gate: output for output, gate in chosen.items()}
             left = (output for output in blocks if output not in chosen)
-            product.outputs = [places[g] if g in places else next(left) for g in gates]
-            product.blocks = [blocks[output] for output in product.outputs]
+            outputs = [places[g] if g in places else next(left) for g in gates]
+            product.outputs = {output: blocks[output] for output in outputs}
             product.name = RECURRENT
             self._put_first(product.operand.attrs[0])
             return
@@ -533,7 +517,7 @@ class _Printer:
         names |= {const(math.inf): "1e999", const(-math.inf): "-1e999"}
         named, calls = list[tuple[str, Expr]](), dict[str, str]()
         for product in self.products.values():  # in the order in which they are computed
-            name, outputs = product.name, product.outputs
+            name, outputs = product.name, list(product.outputs)
             if name == RECURRENT:
                 of_size = [
                     k for k, part in enumerate(self.gates.values()) if symbols[part.size] == ""
@@ -559,10 +543,6 @@ class _Printer:
 
 def _linear(operand: Expr, name: str, output: str) -> Expr:
     return Expr("linear", (operand,), (name, output))
-
-
-def _touches(units: Units, source: Source) -> bool:
-    return bool(((units >= source.start) & (units < source.start + source.size)).any())
 
 
 def _renamed(operand: Any, renamed: Sequence[tuple[Source, Source]]) -> Any:

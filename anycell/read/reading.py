@@ -13,7 +13,7 @@ from anycell import lang
 from anycell.layer.sequences import besides_output, by_name
 from anycell.layer.signature import state_names
 from anycell.plan import Layer, Options
-from anycell.read.affine import Affine, Constant, Matrix
+from anycell.read.affine import Affine, Matrix
 from anycell.read.arrays import merged, neighbours
 from anycell.read.units import Run, Source
 
@@ -61,7 +61,6 @@ class Flags:
 
     def array(self, run: Run, arrays: Any) -> Any:
         """``[time, rows]``, boolean."""
-        assert self.source.fetch is not None
         values = arrays.take(self.source.fetch(run), 2, self.unit, 1)
         values = arrays.broadcast(values, (run.steps, run.rows, 1))
         values = arrays.reshape(values, (run.steps, run.rows))
@@ -140,12 +139,12 @@ class Reading:
             arrays: of ``arrays_of``.
             how: further fields of the layer.
         """
-        return self.named(run(self.called(wanted, options, **how), arrays), wanted)
+        return self.named(run(self.called(wanted, options.unread(), **how), arrays), wanted)
 
     def called(self, wanted: Sequence[int], options: Options, **how: Any) -> Layer:
-        """The layer that ``ran`` runs."""
+        """The layer that returns the sequences of these states; see ``ran``."""
         sequences = besides_output(self._names(wanted), self.cell)
-        return self.layer._replace(options=options.unread(), sequences=sequences, **how)
+        return self.layer._replace(options=options, sequences=sequences, **how)
 
     def named(
         self, results: tuple[Any, Any, Any], wanted: Sequence[int]
@@ -189,41 +188,37 @@ class Reading:
     @functools.cached_property
     def _merged(self) -> list[Affine]:
         """The gates, with neighbours that are columns of the same matrices as one."""
-        return merged(self.gates, _merge)
+        return merged(self.gates, Affine.followed)
 
     def _input(self, run: Run, weights: dict[str, Any]) -> Any:
         """The input of the layer; adds the weights of its projection to ``weights``."""
         arrays, inputs, rows = self.arrays, [], []
         for source in self._sources:
-            assert source.fetch is not None
-            array = source.fetch(run)
-            inputs.append(arrays.broadcast(array, (run.steps, run.rows, source.size)))
+            shape = run.steps, run.rows, source.size
+            inputs.append(arrays.broadcast(source.fetch(run), shape))
         for part in self._merged:
             blocks = []
             for source in self._sources:
                 matrices = [m.transposed(run, arrays) for s, m in part.terms if s is source]
-                empty = arrays.zeros((part.size, source.size), run.dtype)
-                blocks.append(sum(matrices[1:], matrices[0]) if matrices else empty)
+                matrices = matrices or [arrays.zeros((part.size, source.size), run.dtype)]
+                blocks.append(sum(matrices[1:], matrices[0]))
             rows.append(_joined(arrays, 1, blocks))
         weights["weight_ih"] = _joined(arrays, 0, rows)
         if any(part.constants for part in self._merged):
             biases = []
             for part in self._merged:
-                bias = part.constant(run, arrays)
-                empty = arrays.zeros((part.size,), run.dtype)
-                biases.append(empty if bias is None else arrays.reshape(bias, (part.size,)))
+                bias, size = part.constant(run, arrays), (part.size,)
+                bias = arrays.zeros(size, run.dtype) if bias is None else arrays.reshape(bias, size)
+                biases.append(bias)
             weights["bias_ih"] = _joined(arrays, 0, biases)
         return _joined(arrays, 2, inputs)
 
     def _gates(self, run: Run) -> Any:
         """All gates of all steps: ``[time, rows, sum of their sizes]``."""
         arrays, shape = self.arrays, (run.steps, run.rows)
-        if not self.gates:
-            return arrays.zeros((*shape, 1), run.dtype)
         parts = [part.value(run, arrays) for part in self._merged]
-        return _joined(
-            arrays, 2, [arrays.broadcast(part, (*shape, part.shape[-1])) for part in parts]
-        )
+        parts = [arrays.broadcast(part, (*shape, part.shape[-1])) for part in parts]
+        return _joined(arrays, 2, parts)
 
     # -- states ----------------------------------------------------------------------------------
     def start(self, run: Run, first: Sequence[Any]) -> list[Any]:
@@ -270,26 +265,5 @@ def _weight(arrays: Any, run: Run, heads: int, matrices: Sequence[Matrix]) -> An
     """The weight of a ``linear``: ``[out, in]``, or ``[heads, out, in]`` for one head."""
     if heads == 1:
         return _joined(arrays, 0, [matrix.transposed(run, arrays) for matrix in matrices])
-    blocks = []
-    for matrix in matrices:
-        assert matrix.fetch is not None
-        blocks.append(arrays.move(arrays.index(matrix.fetch(run), matrix.columns), 1, 2))
-    return _joined(arrays, 1, blocks)
-
-
-def _merge(a: Affine, b: Affine) -> Affine | None:
-    """Two neighbours as columns of the same matrices; None if they are not."""
-    if (len(a.terms), len(a.constants)) != (len(b.terms), len(b.constants)):
-        return None
-    terms = [
-        (source, matrix.joined(after) if source is other else None)
-        for (source, matrix), (other, after) in zip(a.terms, b.terms, strict=True)
-    ]
-    constants = [
-        one.joined(other) if isinstance(one, Constant) and isinstance(other, Constant)
-        else one if one == other else None
-        for one, other in zip(a.constants, b.constants, strict=True)
-    ]  # fmt: skip
-    if any(part is None for part in (*constants, *(matrix for _, matrix in terms))):
-        return None
-    return Affine(a.size + b.size, tuple(terms), tuple(constants))  # type: ignore[arg-type]
+    columns = [arrays.index(matrix.fetch(run), matrix.columns) for matrix in matrices]
+    return _joined(arrays, 1, [arrays.move(block, 1, 2) for block in columns])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Tree = Any
@@ -30,6 +30,13 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
     if not _joins(tree):
         return None if tree is None else function(tree)
     return kind(*[mapped(function, part) for part in tree])
+
+
+def filled(tree: Tree, values: Iterable[Any], sort: Any = object) -> Tree:
+    """The tree with these values in place of its leaves of a sort."""
+    left = iter(values)
+    any_sort = sort is object  # calls a function less for each leaf
+    return mapped(lambda leaf: next(left) if any_sort or isinstance(leaf, sort) else leaf, tree)
 
 
 def _joins(tree: Tree) -> bool:

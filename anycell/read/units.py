@@ -22,12 +22,9 @@ project x itself, however the projection is written.
 from __future__ import annotations
 
 import bisect
-import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -36,6 +33,7 @@ from anycell.read.arrays import neighbours
 
 ROW = 32  # the bit from which on an index has the row
 UNIT = (1 << ROW) - 1
+KINDS = "FXS"  # a result is of the last of the kinds of its operands
 
 CONDITIONS = frozenset(
     "lt le gt ge eq ne logical_and logical_or logical_not logical_xor truth".split()
@@ -66,12 +64,10 @@ class Refused(Exception):
         return self if self.where else Refused(self.problem, self.instead, where)
 
 
-def definition(function: Any) -> str:
-    """The file and line where a function begins, "" for one that is not written in Python."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+CHANGES_STATE = (
+    "the step changes the dictionary or list that holds its state",
+    "return the new state in a new one, such as {**state, 'h': h}",
+)
 
 
 @dataclass(eq=False)
@@ -136,7 +132,7 @@ class Source:
     kind: str
     op: str = ""
     operands: list[Any] = field(default_factory=list)
-    fetch: Callable[[Run], Any] | None = None
+    fetch: Any = None
     per_row: bool = False
     boolean: bool = False
     name: str = ""
@@ -156,11 +152,15 @@ class Source:
         return [u.reshape(-1) for u in units if isinstance(u, np.ndarray)]
 
 
-def once(run: Run, fetch: Callable[[Run], Any]) -> Any:
-    """Returns what ``fetch`` returns, computed once in a call."""
-    if fetch not in run.memo:
-        run.memo[fetch] = fetch(run)
-    return run.memo[fetch]
+def once(fetch: Callable[[Run], Any]) -> Callable[[Run], Any]:
+    """A function of a call that computes its array once in that call."""
+
+    def known(run: Run) -> Any:
+        if fetch not in run.memo:
+            run.memo[fetch] = fetch(run)
+        return run.memo[fetch]
+
+    return known
 
 
 class Graph:
@@ -180,9 +180,8 @@ class Graph:
         self.where = ""
         self._starts: list[int] = []
         self._count = 0
-        self._bases: dict[int, tuple[Outer, Value]] = {}
-        self._leaves: dict[tuple[int, int | None], tuple[Outer, Source]] = {}
-        self._apart: set[int] = set()
+        self._leaves: dict[tuple[Outer, int | None], Source] = {}
+        self._apart: set[Source] = set()
 
     def refuse(self, problem: str, instead: str = "") -> NoReturn:
         raise Refused(problem, instead, self.where)
@@ -210,8 +209,7 @@ class Graph:
         """F, X or S: what values of these units depend on."""
         joined = np.concatenate([u.reshape(-1) for u in units]) if units else np.empty(0, np.int64)
         owners = np.unique(np.searchsorted(self._starts, joined, "right") - 1)
-        kinds = {self.sources[owner].kind for owner in owners}
-        return "S" if "S" in kinds else "X" if "X" in kinds else "F"
+        return max((self.sources[k].kind for k in owners), key=KINDS.index, default="F")
 
     def value(self, source: Source, axis: int | None, shape: tuple[int, ...]) -> Value:
         """All units of a source in a shape, with the batch as ``axis`` of the result."""
@@ -254,21 +252,19 @@ class Graph:
         """The units of an X value that others are affine in."""
         if outer.units is not None:
             return outer.units
-        if id(outer) not in self._bases:
-            if self.rows is not None and (axis is None or outer.shape[axis:][:1] != (self.rows,)):
-                self.refuse("this value has no axis of the batch")
-            units = tuple(size for i, size in enumerate(outer.shape) if i != axis)
-            source = self._leaf(outer, axis, math.prod(units), outer.per_row)
-            self._bases[id(outer)] = outer, self.value(source, axis, units)
-        return self._bases[id(outer)][1]
+        if self.rows is not None and (axis is None or outer.shape[axis:][:1] != (self.rows,)):
+            self.refuse("this value has no axis of the batch")
+        units = tuple(size for i, size in enumerate(outer.shape) if i != axis)
+        source = self._leaf(outer, axis, math.prod(units), outer.per_row)
+        return self.value(source, axis, units)
 
     def _leaf(self, outer: Outer, axis: int | None, size: int, per_row: bool) -> Source:
         """An outer value as a source, whose batch is ``axis`` of its shape."""
-        key = id(outer), axis
-        if key in self._leaves:
-            return self._leaves[key][1]
+        if (outer, axis) in self._leaves:
+            return self._leaves[outer, axis]
         arrays, moving = self.arrays, outer.kind == "X"
 
+        @once
         def fetch(run: Run) -> Any:
             array = outer.get(run)
             if outer.boolean:
@@ -283,11 +279,9 @@ class Graph:
             array = arrays.move(array, 1 + axis, 1)
             return arrays.reshape(array, (*time, array.shape[1], size))
 
-        source = self.source(
-            "outer", size, outer.kind, fetch=lambda run: once(run, fetch), per_row=per_row,
-            boolean=outer.boolean,
-        )  # fmt: skip
-        self._leaves[key] = outer, source
+        options = {"per_row": per_row, "boolean": outer.boolean}
+        source = self.source("outer", size, outer.kind, fetch=fetch, **options)
+        self._leaves[outer, axis] = source
         return source
 
     def outside(self, outer: Outer, shape: tuple[int, ...], axis: int | None) -> Value:
@@ -302,28 +296,20 @@ class Graph:
         per_row = batch is not None and outer.per_row
         source = self._leaf(outer, batch, math.prod(units), per_row)
         ids = source.units.reshape(units)
-        if batch is not None:
-            ids = np.expand_dims(ids, batch)
-        ids = np.broadcast_to(ids, shape)
-        if axis is not None:
-            rows = np.arange(self.rows, dtype=np.int64) << ROW
-            ids = ids + rows.reshape(-1, *[1] * (len(shape) - axis - 1))
-        return Value(ids, outer.boolean)
+        ids = np.broadcast_to(ids if batch is None else np.expand_dims(ids, batch), shape)
+        return self._with_rows(ids if axis is None else ids.take(0, axis), axis, outer.boolean)
 
     # -- operations ------------------------------------------------------------------------------
     def structural(self, run: Callable[..., Any], *operands: Any) -> Any:
         """Runs an operation that only moves numbers, on arrays of ids."""
         first = next(o for o in operands if isinstance(o, Value))
         axis = self.view(first)[0]
-        ids = []
-        for operand in operands:
-            if isinstance(operand, Outer):  # of the same axes, as in a concatenation of x and h
-                operand = self.outside(operand, operand.shape, axis)
-            ids.append(operand.ids)
-        made = run(*ids)
-        if isinstance(made, (list, tuple)):
-            return [Value(np.asarray(ids), first.boolean) for ids in made]
-        return Value(np.asarray(made), first.boolean)
+        # What is outer has the same axes, as in a concatenation of x and h.
+        values = [self.outside(o, o.shape, axis) if isinstance(o, Outer) else o for o in operands]
+        made = run(*(value.ids for value in values))
+        several = isinstance(made, (list, tuple))
+        results = [Value(np.asarray(ids), first.boolean) for ids in (made if several else [made])]
+        return results if several else results[0]
 
     def elementwise(self, op: str, *operands: Operand) -> Value:
         """Applies an op of the printer's table."""
@@ -331,7 +317,11 @@ class Graph:
         boolean = kept or op in CONDITIONS
         shapes = [o.shape for o in operands if isinstance(o, (Value, Outer))]
         shape = np.broadcast_shapes(*shapes)
-        axis, units = self._common(operands, shape)
+        values = [Value(np.broadcast_to(o.ids, shape)) for o in operands if isinstance(o, Value)]
+        layouts = {self.view(value)[:2] for value in values}
+        if len(layouts) != 1:
+            self.refuse("this combines values whose batches are different axes")
+        ((axis, units),) = layouts
         maps: list[Units | float] = []
         for operand in operands:
             if isinstance(operand, Outer) and operand.number is not None:
@@ -350,19 +340,6 @@ class Graph:
         if op in ("mul", "div") and (mean := self._mean(op, *maps)) is not None:
             return self.value(mean, axis, units)
         return self.value(self._op(op, size, maps, boolean), axis, units)
-
-    def _common(
-        self, operands: Sequence[Operand], shape: tuple[int, ...]
-    ) -> tuple[int | None, tuple[int, ...]]:
-        """The axis of the batch and the shape of the units of a result."""
-        views = {
-            self.view(Value(np.broadcast_to(o.ids, shape)))[:2]
-            for o in operands
-            if isinstance(o, Value)
-        }
-        if len(views) != 1:
-            self.refuse("this combines values whose batches are different axes")
-        return views.pop()
 
     def _op(self, op: str, size: int, maps: Sequence[Any], boolean: bool = False) -> Source:
         return self.source("op", size, op=op, operands=list(maps), boolean=boolean)
@@ -451,8 +428,8 @@ class Graph:
         axis, shape, operands = self._rows(
             value, axes, "this multiplies the batch by a matrix", "multiply the units of each row"
         )
-        fetch = lambda run: once(run, weight)  # noqa: E731
-        parts = [self._product(units, math.prod(out), fetch) for units in operands]
+        fetch, size = once(weight), math.prod(out)
+        parts = [self._product(units, size, fetch) for units in operands]
         return self._with_rows(np.stack(parts).reshape((*shape, *out)), axis)
 
     def heads(
@@ -473,7 +450,7 @@ class Graph:
         axis, shape, units = self.view(Value(moved))
         if axis == 0:
             self.refuse("this multiplies each row of the batch by a matrix of its own")
-        fetch = lambda run: once(run, weight)  # noqa: E731
+        fetch = once(weight)
         if len(shape) == 2 and self.kind(units) == "S" and count > 1:
             one = self.source(
                 "product", count * math.prod(out), fetch=fetch, operands=[(units, 0)], heads=count
@@ -498,9 +475,8 @@ class Graph:
             parts[self.kind(run) == "S"].append((run, at))
             at += len(run)
         terms = [
-            self.source("product", size, fetch=weight, operands=parts[inner]).units
-            for inner in (True, False)
-            if parts[inner]
+            self.source("product", size, fetch=weight, operands=part).units
+            for part in filter(None, parts.values())
         ]
         return terms[0] if len(terms) == 1 else self._op("add", size, terms).units
 
@@ -570,12 +546,12 @@ class Graph:
             states: the sources of the states, and the units of the new states.
             live: the sources that the new states follow from.
         """
-        labels = {id(source): np.zeros(source.size, np.int64) for source in live}
+        labels = {source: np.zeros(source.size, np.int64) for source in live}
         links: list[tuple[Source, np.ndarray, Source, np.ndarray]] = []
         self._apart = self._part(states, live)
 
         def split(source: Source, at: np.ndarray, keys: Any = 1) -> None:
-            labels[id(source)] = _refined(labels[id(source)], at, keys)
+            labels[source] = _refined(labels[source], at, keys)
 
         def whole(units: Units) -> None:
             for source, places in self.owners(units):
@@ -622,44 +598,41 @@ class Graph:
         counts: list[int] = []
         while counts != (counts := [int(parts.max()) for parts in labels.values()]):
             for user, places, source, at in links:
-                split(user, places, labels[id(source)][at])
-                split(source, at, labels[id(user)][places])
-        for source in live:
-            parts = labels[id(source)]
+                split(user, places, labels[source][at])
+                split(source, at, labels[user][places])
+        for source, parts in labels.items():
             order = np.argsort(parts, kind="stable")
             pieces = np.split(order, np.flatnonzero(np.diff(parts[order])) + 1)
             source.pieces = sorted(pieces, key=lambda at: int(at[0]))
 
-    def _part(self, states: Sequence[tuple[Source, Units]], live: Sequence[Source]) -> set[int]:
+    def _part(self, states: Sequence[tuple[Source, Units]], live: Sequence[Source]) -> set[Source]:
         """Reductions over groups of units whose results are not only given back to their group.
 
         Each of these results is a value of its own.
         """
-        roots: dict[int, list[Source]] = {}  # of sources of one number for each group
-        uses = [(s, units) for s in live if s.sort == "op" for units in s.operand_units]
+        roots: dict[Source, list[Source]] = {}  # of sources of one number for each group
+        uses = [(s, units) for s in live for units in s.operand_units]
         for source in sorted(live, key=lambda source: source.start):
             if source.sort == "reduction" and source.size > 1:
-                roots[id(source)] = [source]
+                roots[source] = [source]
             elif source.sort == "op":
                 whole = [units for units in source.operand_units if self.kind(units) == "S"]
                 owners = [self.owner(int(units[0])) for units in whole]
                 if whole and all(
-                    id(owner) in roots and np.array_equal(units, owner.units)
+                    owner in roots and np.array_equal(units, owner.units)
                     for units, owner in zip(whole, owners, strict=True)
                 ):
-                    roots[id(source)] = [r for owner in owners for r in roots[id(owner)]]
-        apart: set[int] = set()
-        products = [(s, units) for s in live if s.sort != "op" for units in s.operand_units]
-        for user, units in [*uses, *products, *states]:
-            if id(user) not in roots and not (user.sort == "op" and self.spread(units)):
-                for source, _ in self.owners(units):
-                    apart |= {id(reduction) for reduction in roots.get(id(source), ())}
+                    roots[source] = [r for owner in owners for r in roots[owner]]
+        apart: set[Source] = set()
+        for user, units in [*uses, *states]:
+            if user not in roots and not (user.sort == "op" and self.spread(units)):
+                apart.update(*(roots.get(source, ()) for source, _ in self.owners(units)))
         return apart
 
     def _by_group(self, reduction: Source) -> bool:
         """Whether a reduction is one of neighbouring groups of units, given back to these."""
         rows = reduction.operands[0].reshape(-1)
-        return id(reduction) not in self._apart and neighbours(rows)
+        return reduction not in self._apart and neighbours(rows)
 
     def owners(self, units: Units) -> Iterator[tuple[Source, np.ndarray]]:
         """The sources that units belong to, and their places in the array."""
@@ -669,14 +642,13 @@ class Graph:
 
     def live(self, units: Sequence[Units]) -> list[Source]:
         """The sources that units are computed from."""
-        live: dict[int, Source] = {}
-        todo = list(units)
+        live, todo = dict[Source, None](), list(units)
         while todo:
             for source, _ in self.owners(todo.pop()):
-                if id(source) not in live:
-                    live[id(source)] = source
+                if source not in live:
+                    live[source] = None
                     todo += source.operand_units
-        return list(live.values())
+        return list(live)
 
 
 def _refined(labels: np.ndarray, at: np.ndarray, keys: Any) -> np.ndarray:

@@ -24,7 +24,6 @@ from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
 from anycell.read import SHORT, short
 from anycell.recent import add_recent
-from anycell.torch.around import Surroundings
 from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
@@ -32,6 +31,7 @@ from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths, refuse_more
 from anycell.torch.replayed import Replayed, batch_first, layouts, time_first
 from anycell.torch.stepwise import Step, Steps, stepwise
+from anycell.torch.surroundings import Surroundings
 from anycell.torch.warm import ordinary, quiet
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``

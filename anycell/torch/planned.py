@@ -12,7 +12,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.layer.restarts import restarts
-from anycell.layer.sequences import besides_output, by_name
 from anycell.layer.signature import state_names
 from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
@@ -38,8 +37,7 @@ class ReadStep:
         merged: see ``Run``.
 
     Attributes:
-        seen: the places in ``moving`` of the states that outputs are computed from; ``names``, of
-            the cell's states that these consist of.
+        seen: the places in ``moving`` of the states that outputs are computed from.
         parts: the outputs that are a part of such a state, and ``later``, others that are none.
         rows: by size of a batch, why the step itself runs; None if it is as recorded.
     """
@@ -62,18 +60,15 @@ class ReadStep:
         self.later = list(dict.fromkeys(v for v in others if v not in self.parts))
         used = recording.sources(self.later, known) | {*recording.outputs}
         pairs = enumerate(zip(before, after, strict=True))
-        self.seen = {place for place, ends in pairs if not used.isdisjoint(ends)}
-        self.seen |= {place for place, _ in self.parts.values()}
-        cell = self.reading.cell
-        self.names = tuple(n for place in sorted(self.seen) for n in self.reading.names_of(place))
-        self.others_seen = besides_output(self.names, cell)
+        seen = {place for place, ends in pairs if not used.isdisjoint(ends)}
+        self.seen = sorted(seen | {place for place, _ in self.parts.values()})
         # Whether the kernel itself can write the zeros of outputs under a mask.
         direct = not self.later and used.isdisjoint(before) and self.reading.flags is None
         self.direct = direct and {*recording.outputs} <= {*after, *self.parts}
         self.rows: dict[int, str | None] = dict.fromkeys((1, 2, *ROWS))  # as tried, as recorded
         self.layers: dict[Any, Layer] = {}
         self.tapes: dict[Any, Tape | bool] = {}
-        register(cell)
+        register(self.reading.cell)
 
     def unfit(self, call: Steps) -> str | None:
         """Why the kernel cannot run a call of this step, if it cannot."""
@@ -229,9 +224,8 @@ class ReadStep:
         if key not in self.layers:
             options = Options(reverse=(call.reverse,))
             options = options.unread() if masked else options  # what is held, not zeros
-            self.layers[key] = self.layer._replace(
-                options=options, sequences=self.others_seen, engine=engine
-            )
+            dtype = self.layer.dtype
+            self.layers[key] = self.reading.called(self.seen, options, engine=engine, dtype=dtype)
         return self.layers[key]
 
     def recur(
@@ -244,10 +238,9 @@ class ReadStep:
 
     def _leave(self, call: Steps, run: Run, results: Sequence[Tensor]) -> tuple[Any, Any]:
         """The user's output and last state, from what ``recur`` returns."""
-        step, cell = self.recording, self.reading.cell
-        count = 1 + len(cell.states)
-        ends = dict(zip(cell.state_names, results[1:count], strict=True))
-        every = by_name(self.names, cell, results[0], results[count:])
+        step, count = self.recording, 1 + len(self.reading.cell.states)
+        parts = results[0], results[1:count], results[count:]
+        ends, every = self.reading.named(parts, self.seen)
         last, known = step.unpacked(self.reading, call.state, ends, every, self.seen, call.reverse)
         for place, k in enumerate(step.ahead):
             last[k] = run.last[place]

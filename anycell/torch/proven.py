@@ -22,12 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
+from anycell.read.units import CHANGES_STATE
 from anycell.read.watched import alike
-from anycell.torch.around import Surroundings
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
 from anycell.torch.stepwise import Step, Steps, stepwise
+from anycell.torch.surroundings import Surroundings
 
 _RETURN = "return what changes as a part of the state"
 _MOST = 10_000  # containers, and numbers of an array, that are compared
@@ -35,55 +36,56 @@ _OTHER = Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFuncti
 _LOCK = threading.RLock()  # a step is recorded with other tensors in place of its own
 
 
-def plan_of(step: Step, around: Surroundings, call: Steps) -> ReadStep | str:
+def plan_of(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
-    return _recording(around, call, lambda: _proven(step, around, call))
+    return _recording(surroundings, call, lambda: _proven(step, surroundings, call))
 
 
-def unlike(plan: ReadStep, step: Step, around: Surroundings, call: Steps) -> str | None:
+def unlike(plan: ReadStep, step: Step, surroundings: Surroundings, call: Steps) -> str | None:
     """Why a reading is not the step for a batch of the call's size, if it is not: a branch on that
     size shows in no recording of others.
     """
     if call.batched and call.rows not in plan.rows:
         plan.rows[call.rows] = _recording(
-            around, call, lambda: _same(plan.recording, _Flat(step, around, call), call.rows)
+            surroundings,
+            call,
+            lambda: _same(plan.recording, _Flat(step, surroundings, call), call.rows),
         )
     return plan.rows.get(call.rows)
 
 
-def _recording(around: Surroundings, call: Steps, work: Callable[[], Any]) -> Any:
+def _recording(surroundings: Surroundings, call: Steps, work: Callable[[], Any]) -> Any:
     """The result of work that records a step; a string says why it cannot be recorded."""
     device = call.xs[0].device
     devices = [device] if device.type == "cuda" else []
     try:
         with (
-            _LOCK, torch.random.fork_rng(devices), torch.inference_mode(False), _unchanged(around),
+            _LOCK, torch.random.fork_rng(devices), torch.inference_mode(False),
+            _unchanged(surroundings),
         ):  # fmt: skip
             return work()
     except Refused as refusal:
-        return str(refusal.at(_place(around.step)))
+        return str(refusal.at(_place(surroundings.step)))
     except Exception as error:  # whatever a step does under a recording that it does not do alone
-        where = f"{places.raised(error)}: ".removeprefix(": ")
-        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
-            return (
-                f"{where}this calls a torch.autograd.Function, whose derivative only it knows. "
-                "Instead: write the step in operations of torch"
-            )
         first = (str(error).strip().splitlines() or [""])[0]
-        return f"{where}this cannot be recorded. {type(error).__name__}: {first}"
+        problem, instead = f"this cannot be recorded. {type(error).__name__}: {first}", ""
+        if "autograd.Function" in str(error) or "custom_function_call" in str(error):
+            problem = "this calls a torch.autograd.Function, whose derivative only it knows"
+            instead = "write the step in operations of torch"
+        return str(Refused(problem, instead, places.raised(error)))
 
 
 @contextmanager
-def _unchanged(around: Surroundings) -> Iterator[None]:
+def _unchanged(surroundings: Surroundings) -> Iterator[None]:
     """Refuses a step that draws numbers from elsewhere than torch, or changes variables around it:
     attributes, what is in lists and dictionaries, variables of code. Restores all of them, and the
     generators of torch.
     """
-    if around.changing:
-        raise Refused(f"the step reads {around.changing}, whose changes nobody sees", _RETURN)
-    sources = [(name, get, put, get()) for name, get, put in _sources(around)]
-    old = [(module, dict(vars(module))) for module in around.modules]
-    reached = [(thing, _content(thing)) for thing in _reached(around)]
+    if surroundings.changing:
+        raise Refused(f"the step reads {surroundings.changing}, whose changes nobody sees", _RETURN)
+    sources = [(name, get, put, get()) for name, get, put in _sources(surroundings.held)]
+    old = [(module, dict(vars(module))) for module in surroundings.modules]
+    reached = [(thing, _content(thing)) for thing in _reached(surroundings)]
     faults: list[Refused] = []
 
     def fault(what: str, where: str = "") -> None:
@@ -99,8 +101,8 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
             if pickle.dumps(get()) != pickle.dumps(state):
                 put(state)
                 if name:
-                    where, instead = _place(around.step), "draw with torch, choose with torch.where"
-                    faults.append(Refused(f"the step draws from {name}", instead, where))
+                    instead = "draw with torch, choose with torch.where"
+                    faults.append(Refused(f"the step draws from {name}", instead))
         for module, attributes in old:
             now = vars(module)
             names = [n for n in {**now, **attributes} if now.get(n) is not attributes.get(n)]
@@ -108,8 +110,8 @@ def _unchanged(around: Surroundings) -> Iterator[None]:
                 now.clear()
                 now.update(attributes)
                 fault(names[0], _place(module))
-        for holder, name, value in [*around.changed]:
-            around.assign(holder, name, value)
+        for holder, name, value in [*surroundings.changed]:
+            surroundings.assign(holder, name, value)
             cell = isinstance(holder, types.CellType)
             fault("a variable of the function around it" if cell else name)
         for thing, content in reached:
@@ -148,50 +150,54 @@ def _content(thing: Any) -> Any:
     return next((kind for kind in (dict, set) if isinstance(thing, kind)), list)(thing)
 
 
-def _reached(around: Surroundings) -> list[Any]:
+def _reached(surroundings: Surroundings) -> list[Any]:
     """Containers and arrays that a step may change: those around it, and what they and the objects
     among them have, up to a number. Attributes of an object are a dictionary.
     """
-    found, seen = list[Any](), set[int]()
-    known = [*around.held, *(container for container, _ in around.containers)]
-    left = [*(value for _, _, value in around.watched), *known]
-    left += [value for module in around.modules for value in vars(module).values()]
-    while left and len(found) < _MOST:
+    reached, seen = list[Any](), set[int]()
+    known = [*surroundings.held, *(container for container, _ in surroundings.containers)]
+    left = [*(value for _, _, value in surroundings.watched), *known]
+    left += [value for module in surroundings.modules for value in vars(module).values()]
+    while left and len(reached) < _MOST:
         thing = left.pop()
         if id(thing) in seen or isinstance(thing, (*_OTHER, nn.Module)):
             continue
         seen.add(id(thing))
         if isinstance(thing, np.ndarray):
             if thing.flags.writeable and thing.dtype != object and thing.size <= _MOST:
-                found.append(thing)
+                reached.append(thing)
         elif isinstance(thing, (dict, list, set, deque)):
-            found.append(thing)
+            reached.append(thing)
             left += [*thing.values()] if isinstance(thing, dict) else [*thing]
         elif isinstance(thing, tuple):
             left += thing
         elif type(thing).__module__.partition(".")[0] not in ("anycell", "torch"):
             attributes = getattr(thing, "__dict__", None)
             left += [attributes] if type(attributes) is dict else []
-    return found
+    return reached
 
 
-def _sources(around: Surroundings) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """The sources that a step may draw numbers from, with functions that get and set their states;
-    no name where a kernel may draw all of them at once.
+# Sources of random numbers: what errors call them, and the methods that get and set their states. A
+# kernel may draw all numbers of torch at once.
+_SOURCES: dict[type, tuple[str, str, str]] = {
+    torch.Generator: ("", "get_state", "set_state"),
+    random.Random: ("Python's random", "getstate", "setstate"),
+    np.random.RandomState: ("numpy.random", "get_state", "set_state"),
+}
+
+
+def _sources(held: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    """The sources that a step may draw numbers from, with functions that get and set their
+    states.
     """
-    yield "Python's random", random.getstate, random.setstate
-    yield "numpy.random", np.random.get_state, np.random.set_state
-    for thing in around.held:
-        if isinstance(thing, torch.Generator):
-            yield "", thing.get_state, thing.set_state
-        elif isinstance(thing, random.Random):
-            yield "Python's random", thing.getstate, thing.setstate
-        elif isinstance(thing, np.random.RandomState):
-            yield "numpy.random", thing.get_state, thing.set_state
-        elif isinstance(thing, np.random.Generator):
+    of_modules: Any = random.getstate, np.random.get_state
+    for thing in (*(function.__self__ for function in of_modules), *held):
+        for kind, (name, get, put) in _SOURCES.items():
+            if isinstance(thing, kind):
+                yield name, getattr(thing, get), getattr(thing, put)
+        if isinstance(thing, np.random.Generator):
             bits = thing.bit_generator
-            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
-            yield "numpy.random", get, put
+            yield "numpy.random", partial(getattr, bits, "state"), partial(setattr, bits, "state")
 
 
 def _place(step: Any) -> str:
@@ -207,30 +213,24 @@ class _Flat:
             tensors, with their places.
     """
 
-    def __init__(self, step: Step, around: Surroundings, call: Steps) -> None:
-        self.step, self.around, self.call = step, around, call
-        self.tensors = [tensor.detach() for tensor in around.tensors()]
+    def __init__(self, step: Step, surroundings: Surroundings, call: Steps) -> None:
+        self.step, self.surroundings, self.call = step, surroundings, call
+        self.tensors = [tensor.detach() for tensor in surroundings.tensors()]
         self.trees: list[Any] = []
 
     def __call__(self, tensors: list[Tensor], xs: list[Tensor], states: list[Tensor]) -> Any:
-        around, call = self.around, self.call
-        with around.swapped(tensors):
+        surroundings, call = self.surroundings, self.call
+        with surroundings.swapped(tensors):
             before = call.state_of(states)
             first = pytree.tree_leaves(before)
             output, state = self.step(pytree.tree_unflatten(xs, call.x_tree), before)
             held = pytree.tree_leaves(before)
-            pairs = zip(around.tensors(), tensors, around.labels, strict=True)
-            changed = [label for now, old, label in pairs if now is not old]
+            pairs = zip(surroundings.tensors(), tensors, surroundings.places, strict=True)
+            changed = [label for now, old, (*_, label) in pairs if now is not old]
         if len(held) != len(states) or any(map(operator.is_not, held, first)):
-            raise Refused(
-                "the step changes the dictionary or list that holds its state",
-                "return the new state in a new one, such as {**state, 'h': h}",
-            )
+            raise Refused(*CHANGES_STATE)
         if changed:
-            raise Refused(
-                f"the step assigns a new tensor to {changed[0]}",
-                _RETURN,
-            )
+            raise Refused(f"the step assigns a new tensor to {changed[0]}", _RETURN)
         parts, output_tree = pytree.tree_flatten(output)
         after, state_tree = call.leaves_of(state)
         fixed = [(k, part) for k, part in enumerate(parts) if not isinstance(part, Tensor)]
@@ -243,7 +243,7 @@ class _Flat:
         samples = [_sample(call, count, seed) for seed, count in enumerate(rows)]
         rowed = [
             call.batched and not isinstance(t, nn.Parameter) and t.shape[:1] == (call.rows,)
-            for t in self.around.tensors()
+            for t in self.surroundings.tensors()
         ]
         both = rows if call.batched else None
         try:
@@ -259,13 +259,13 @@ class _Flat:
             return record(self, calls, both)
 
 
-def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
+def _proven(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep:
     if not any(state.is_floating_point() for state in call.state):
         raise Refused(
             "the state has no real floating point numbers",
             "keep it in such tensors, complex numbers as two of them",
         )
-    flat = _Flat(step, around, call)
+    flat = _Flat(step, surroundings, call)
     recording = flat.recorded(ROWS)
     constants = recording.constants
     for equation in recording.equations:
@@ -283,14 +283,14 @@ def _proven(step: Step, around: Surroundings, call: Steps) -> ReadStep:
                 "(for 3 rows)",
                 "return states as they were passed",
             )
-    reader = Reader(recording, _labels(call), around.title)
-    made = [v for equation in recording.equations for v in equation.results]
-    moving = [v for v in made if v.kind == "X" and v.dtype != "none"]
+    reader = Reader(recording, _labels(call), surroundings.title)
+    made = [v for e in recording.equations for v in e.results if v.dtype != "none"]
+    moving = [v for v in made if v.kind == "X"]
     merged = call.batched and all(var.axis is not None for var in [*moving, *recording.x])
     reason: str | None = None
-    for way in (True, False) if merged else (False,):
-        plan = ReadStep(recording, reader, list(flat.trees), way)
-        reason = _tried(step, around, plan, call)
+    for joined in (True, False) if merged else (False,):
+        plan = ReadStep(recording, reader, list(flat.trees), joined)
+        reason = _tried(step, surroundings, plan, call)
         if reason is None:
             return plan
     _same(recording, flat, min(call.rows, 2))
@@ -301,8 +301,8 @@ def _same(recording: Recording, flat: _Flat, rows: int) -> None:
     """Refuses a step that does something else for so many rows than the recording shows."""
     other = flat.recorded((ROWS[0], rows))
     lines = ["", *(equation.where for equation in recording.equations), ""]
-    for where, mine, its in zip(lines, recording.lines(), other.lines(), strict=False):
-        if mine != its:
+    for where, line, twin in zip(lines, recording.lines(), other.lines(), strict=False):
+        if line != twin:
             raise otherwise(where)
 
 
@@ -322,14 +322,12 @@ def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tenso
     """One step's input and states, of so many rows: random numbers, or if they are none, those of
     the call.
     """
-    device = call.xs[0].device
     generator = torch.Generator().manual_seed(seed)
 
     def like(tensor: Tensor, batched: bool) -> Tensor:
-        shape = (rows, *tensor.shape[1:]) if batched else tuple(tensor.shape)
         if tensor.is_floating_point():
-            numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return numbers.to(device, tensor.dtype)
+            shape = (rows,) * batched + tensor.shape[batched:]
+            return _random(shape, generator, call.xs[0].device, tensor.dtype)
         tensor = tensor.detach()
         return _of_rows(tensor, rows) if batched else tensor.clone()
 
@@ -338,62 +336,67 @@ def _sample(call: Steps, rows: int, seed: int) -> tuple[list[Tensor], list[Tenso
     return [like(x[0], call.has_rows(x, 1)) for x in call.xs], states
 
 
+def _random(shape: Any, generator: torch.Generator, device: Any, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
 # -- the proof -------------------------------------------------------------------------------------
 
 
-def _tried(step: Step, around: Surroundings, plan: ReadStep, call: Steps) -> str | None:
+def _tried(step: Step, surroundings: Surroundings, plan: ReadStep, call: Steps) -> str | None:
     """Why the reading is not the step; None if both agree for a few steps in float64."""
     exact, recorded, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
     try:
         torch.set_default_dtype(exact)  # of numbers and new tensors in the step
-        return _compared(step, around, plan, call, exact)
+        return _compared(step, surroundings, plan, call, exact)
     except (RuntimeError, TypeError):  # a step that knows its dtype
         torch.set_default_dtype(default)
-        return _compared(step, around, plan, call, recorded)
+        return _compared(step, surroundings, plan, call, recorded)
     finally:
         torch.set_default_dtype(default)
 
 
 def _compared(
-    step: Step, around: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
+    step: Step, surroundings: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
 ) -> str | None:
     rows, recorded = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
+    buffers = {id(module._buffers) for module in surroundings.modules}
     tensors, inputs = [], []
-    for tensor, var in zip(around.tensors(), plan.recording.fixed, strict=True):
-        tensor = tensor if var.axis is None else tensor[:rows]
-        tensor = tensor.detach().to(dtype if tensor.dtype is recorded else tensor.dtype, copy=True)
-        tensors.append(tensor)
-    buffers = [module._buffers for module in around.modules]
-    for tensor, now, (holder, _) in zip(tensors, around.tensors(), around.places, strict=True):
-        constant = not now.requires_grad and any(holder is other for other in buffers)
-        tensor.requires_grad_(tensor.is_floating_point() and not constant)
+
+    def tried_in(tensor: Tensor) -> torch.dtype:
+        return dtype if tensor.dtype is recorded else tensor.dtype
+
+    for tensor, var, (holder, *_) in zip(
+        surroundings.tensors(), plan.recording.fixed, surroundings.places, strict=True
+    ):
+        constant = not tensor.requires_grad and id(holder) in buffers
+        part = tensor if var.axis is None else tensor[:rows]
+        part = part.detach().to(tried_in(tensor), copy=True)
+        tensors.append(part.requires_grad_(part.is_floating_point() and not constant))
     for x in call.xs:
         x = _of_rows(x.detach(), proof.STEPS)
         x = x[:, :rows] if call.has_rows(x, 1) else x
         if x.is_floating_point():
             generator = torch.Generator().manual_seed(7)
-            numbers = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-            x = numbers.to(x.device, dtype if x.dtype is recorded else x.dtype).requires_grad_()
+            x = _random(x.shape, generator, x.device, tried_in(x)).requires_grad_()
         inputs.append(x)
 
     def both(values: list[np.ndarray]) -> tuple[proof.Results, proof.Results]:
-        states = [
-            _started(state, number, call, rows, dtype if state.dtype is recorded else state.dtype)
-            for state, number in zip(call.state, values, strict=True)
-        ]
+        pairs = zip(call.state, values, strict=True)
+        states = [_started(state, number, call, rows, tried_in(state)) for state, number in pairs]
         plain: dict[str, Any] = {"mask": None, "resets": None, "restored": None, "reverse": False}
         trial = call._replace(xs=inputs, state=states, rows=rows, **plain)
-        named = [*zip(around.labels, tensors, strict=True)]
+        named = [(p[-1], t) for p, t in zip(surroundings.places, tensors, strict=True)]
         named += [("x", x) for x in inputs] + [("the state", s) for s in states]
         leaves = [(f"the gradient of {name}", t) for name, t in named if t.requires_grad]
         with torch.enable_grad():
             drawn = plan.values(trial, tensors).drawn()
-            mine = _results(plan.run(trial, tensors, "reference", drawn), leaves)
+            reading = _results(plan.run(trial, tensors, "reference", drawn), leaves)
             if drawn:  # the step draws other numbers
-                return _results(plan.repeat(trial, tensors, drawn), leaves), mine
-            with around.swapped(tensors), _Casts(recorded, dtype):
-                return _results(stepwise(step, trial), leaves), mine
+                return _results(plan.repeat(trial, tensors, drawn), leaves), reading
+            with surroundings.swapped(tensors), _Casts(recorded, dtype):
+                return _results(stepwise(step, trial), leaves), reading
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)

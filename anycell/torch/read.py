@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anycell import read
 from anycell.read import Equation, Outer, Rule, Value, Variable, leaves, row
-from anycell.torch.record import ROWS, TABLE, A, Recording, Rows
+from anycell.torch.record import ROWS, TABLE, A, Recording, Rows, named
 
 
 class Arrays(read.Arrays):
@@ -162,32 +162,32 @@ def _addmm(reader: Reader, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha:
     return reader.add(reader.scaled(reader.einsum("xy,yz->xz", a, b), alpha), bias, beta)
 
 
-_STRUCTURAL = (
-    A.view, A.reshape, A._unsafe_view, A.slice, A.select, A.permute, A.t, A.transpose, A.unsqueeze,
-    A.squeeze, A.expand, A.split, A.split_with_sizes, A.unsafe_split, A.unsafe_split_with_sizes,
-    A.chunk, A.unsafe_chunk, A.unbind, A.flip, A.repeat, A.roll, A.unflatten, A.movedim,
-    A._reshape_alias, A.diagonal, A.repeat_interleave, A.as_strided, A.cat, A.stack,
-    A.slice_scatter, A.select_scatter,
-)  # fmt: skip
+_STRUCTURAL = named(
+    "view reshape _unsafe_view slice select permute t transpose unsqueeze squeeze expand split "
+    "split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk unbind flip repeat "
+    "roll unflatten movedim _reshape_alias diagonal repeat_interleave as_strided cat stack "
+    "slice_scatter select_scatter"
+)
 # Their results are alike in all rows where the operands are, as those of pointwise operations.
-_SAME = {A.expand, A.clone, A.detach, A.alias, A.view, A.reshape, A._unsafe_view, A._to_copy}
-_SAME |= {A.lift_fresh, A.lift_fresh_copy, A.unsqueeze, A.squeeze}
+_SAME = named(
+    "expand clone detach alias view reshape _unsafe_view _to_copy lift_fresh lift_fresh_copy "
+    "unsqueeze squeeze"
+)
+# Those that have their names in the language.
+_OPS = named(
+    "sigmoid tanh relu exp log log1p expm1 sqrt rsqrt abs neg sign reciprocal silu sin cos erf mul "
+    "lt le gt ge eq ne logical_not logical_and logical_or logical_xor"
+)
 TABLE |= dict.fromkeys(_STRUCTURAL, read.Reader.moved)
-TABLE |= dict.fromkeys((A.clone, A.alias, A.lift_fresh, A.contiguous), row("identity"))
-TABLE |= {
-    A.sigmoid: "sigmoid", A.tanh: "tanh", A.relu: "relu", A.exp: "exp", A.log: "log",
-    A.log1p: "log1p", A.expm1: "expm1", A.sqrt: "sqrt", A.rsqrt: "rsqrt", A.abs: "abs",
-    A.neg: "neg", A.sign: "sign", A.sgn: "sign", A.reciprocal: "reciprocal", A.silu: "silu",
-    A.logical_not: "logical_not", A.bitwise_not: "logical_not", A.detach: "stop_gradient",
-    A.sin: "sin", A.cos: "cos", A.erf: "erf", A.mul: "mul", A.lt: "lt", A.le: "le", A.gt: "gt",
-    A.ge: "ge", A.eq: "eq", A.ne: "ne", A.logical_and: "logical_and", A.logical_or: "logical_or",
-    A.logical_xor: "logical_xor", A.bitwise_and: "logical_and", A.bitwise_or: "logical_or",
-    A.bitwise_xor: "logical_xor",
+TABLE |= dict.fromkeys(named("_to_copy clone alias lift_fresh contiguous"), row("convert"))
+TABLE |= {op: op.__name__ for op in _OPS} | {
+    A.sgn: "sign", A.detach: "stop_gradient", A.bitwise_not: "logical_not",
+    A.bitwise_and: "logical_and", A.bitwise_or: "logical_or", A.bitwise_xor: "logical_xor",
 }  # fmt: skip
 TABLE |= {
-    A._to_copy: row("convert"), A.add: read.Reader.add, A.amax: _reduced("max"),
-    A.amin: _reduced("min"), A.bmm: _product("bxy,byz->bxz"), A.cumsum: row("cumsum"),
-    A.dot: _product("x,x->"), A.elu: read.Reader.elu, A.erfc: row("erfc"),
+    A.add: read.Reader.add, A.amax: _reduced("max"), A.amin: _reduced("min"),
+    A.bmm: _product("bxy,byz->bxz"), A.cumsum: row("cumsum"), A.dot: _product("x,x->"),
+    A.elu: read.Reader.elu, A.erfc: row("erfc"),
     A.isfinite: row("is_finite"), A.lerp: read.Reader.lerp, A.logaddexp: row("logaddexp"),
     A.logsumexp: read.Reader.logsumexp, A.max: _reduced("max"), A.maximum: row("larger"),
     A.mean: _reduced("mean"), A.min: _reduced("min"), A.minimum: row("smaller"),
@@ -196,28 +196,21 @@ TABLE |= {
 }  # fmt: skip
 TABLE |= dict.fromkeys((A.std, A.std_mean, A.var, A.var_mean), _variance)
 TABLE |= {
+    A.addmm: _addmm, A.clamp: _clamp, A.constant_pad_nd: _pad, A.copy: _copy, A.div: _divide,
+    A.gelu: _gelu, A.hardsigmoid: _hard_sigmoid, A.index: _index, A.index_select: _picked,
+    A.linalg_vector_norm: _norm, A.native_batch_norm: _batch_norm,
+    A.native_layer_norm: _layer_norm, A.softplus: _softplus,
+}  # fmt: skip
+TABLE |= {
     A._log_softmax: lambda reader, value, axis, *_: reader.log_softmax(value, axis),
     A._softmax: lambda reader, value, axis, *_: reader.softmax(value, axis),
-    A.addmm: _addmm,
-    A.clamp: _clamp,
     A.clamp_max: lambda reader, value, high: reader.clamp(value, None, high),
     A.clamp_min: lambda reader, value, low: reader.clamp(value, low),
-    A.constant_pad_nd: _pad,
-    A.copy: _copy,
-    A.div: _divide,
-    A.gelu: _gelu,
-    A.hardsigmoid: _hard_sigmoid,
     A.hardtanh: lambda reader, value, low=-1, high=1: reader.bounded(value, low, high),
-    A.index: _index,
-    A.index_select: _picked,
-    A.linalg_vector_norm: _norm,
     A.leaky_relu: lambda reader, value, slope=0.01: reader.op("leaky_relu", value, slope),
     A.log_sigmoid_forward: lambda reader, value: [reader.op("log_sigmoid", value), None],
     A.masked_fill: lambda reader, value, mask, filled: reader.where(mask, filled, value),
-    A.native_batch_norm: _batch_norm,
-    A.native_layer_norm: _layer_norm,
     A.rsub: lambda reader, a, b, alpha=1: reader.subtract(b, a, alpha),
-    A.softplus: _softplus,
 }
 
 # What to write in place of operations that people use in cells.

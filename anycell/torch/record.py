@@ -59,18 +59,19 @@ class Like:
 TABLE: dict[Any, Rule] = {}  # rules of ``read``, by packets of ATen
 
 
+def named(names: str) -> list[Any]:
+    """Operations of ATen by their names."""
+    return [getattr(A, name) for name in names.split()]
+
+
 # -- recording -------------------------------------------------------------------------------------
 
 # Of a tensor's shape and dtype alone.
-_LIKE = {
-    getattr(A, name)
-    for name in "zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
-    "new_zeros new_ones new_empty new_full new_empty_strided".split()
-}
-_STATISTICS = {
-    A.native_batch_norm: 5, A._native_batch_norm_legit: 5, A.cudnn_batch_norm: 5,
-    A._batch_norm_with_update: None,
-}  # fmt: skip
+_LIKE = named(
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros "
+    "new_ones new_empty new_full new_empty_strided"
+)
+_BATCH_NORMS = A.native_batch_norm, A._native_batch_norm_legit, A.cudnn_batch_norm
 
 
 class _Functions(TorchFunctionMode):
@@ -145,7 +146,7 @@ class Recorder(TorchDispatchMode):
         )
         if torch.Tag.dynamic_output_shape in op.tags and not picks:
             _refuse(f"{packet} makes a tensor whose shape depends on values", "use torch.where")
-        if packet in _STATISTICS and (_STATISTICS[packet] is None or args[_STATISTICS[packet]]):
+        if packet is A._batch_norm_with_update or (packet in _BATCH_NORMS and args[5]):
             _refuse(
                 "batch normalization in training mixes rows and edits its buffers",
                 "call eval() on it, or use nn.LayerNorm",
@@ -160,11 +161,7 @@ class Recorder(TorchDispatchMode):
         recorded, options = mapped(self._recorded, ([*args], kwargs))
         parts = decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
         ruled = packet in TABLE or packet in _LIKE
-        if (
-            parts is not None
-            and not ruled
-            and any(var.kind == "S" for var in leaves(recorded, Var))
-        ):
+        if parts and not ruled and any(var.kind == "S" for var in leaves(recorded, Var)):
             outer, self.whole = self.whole, self.whole or str(packet)
             try:
                 with self:
@@ -302,7 +299,7 @@ def record(step: Step, calls: Sequence[Call], rows: tuple[int, int] | None = ROW
     for equation, second in itertools.zip_longest(first.equations, again.equations):
         twins.where = (equation or second).where
         if (equation and equation.source) is not (second and second.source):
-            twins.refuse()
+            raise otherwise(twins.where)
         equation.arguments = twins.joined(equation.arguments, second.arguments)
         equation.options = {
             name: twins.joined(value, second.options[name])
@@ -357,9 +354,7 @@ class _Twins:
     def __init__(self, rows: tuple[int, int]) -> None:
         self.rows, self.known, self.where = rows, dict[Variable, Variable](), ""
 
-    def refuse(self, problem: str = "", instead: str = "") -> Any:
-        if not problem:
-            raise otherwise(self.where)
+    def refuse(self, problem: str, instead: str = "") -> Any:
         _refuse(problem, instead, self.where)
 
     def pair(self, var: Variable, twin: Variable) -> None:
@@ -382,13 +377,13 @@ class _Twins:
                     self.refuse("the step reads numbers out of tensors", "compute with tensors")
                 self.known[b] = a
             if self.known.get(b) is not a:
-                self.refuse()
+                raise otherwise(self.where)
             return a
         if isinstance(a, Like):
             return Like(self.joined(a.shape, b.shape), a.dtype)
         if isinstance(a, (tuple, list)):
             if len(a) != len(b):
-                self.refuse()
+                raise otherwise(self.where)
             return type(a)([self.joined(x, y) for x, y in zip(a, b, strict=True)])
         if a == b or a is b or (a != a and b != b):
             return a
@@ -446,8 +441,7 @@ class Run:
 
     def fixed(self, v: Variable) -> Tensor:
         """A value of kind F."""
-        tensor: Tensor = self._values[v]
-        return tensor
+        return self._values[v]
 
     def moving(self, v: Variable) -> Tensor:
         """A value of kind X, at all steps: ``[T, ...]``."""

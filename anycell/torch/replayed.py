@@ -23,13 +23,13 @@ from anycell.layer.sequences import keeping
 from anycell.layer.signature import OF_STATES
 from anycell.plan import LINE, Layer, Plan
 from anycell.torch import fused
-from anycell.torch.around import Surroundings
 from anycell.torch.composite import Arrays
 from anycell.torch.fused import Fused, layered, plan_on
 from anycell.torch.native import Item, play, table
 from anycell.torch.passes import Result, as_given, as_kept, form_of, learn_forward
 from anycell.torch.planned import ReadStep
 from anycell.torch.stepwise import Steps
+from anycell.torch.surroundings import Surroundings
 from anycell.torch.tape import Sources, Tape, View
 from anycell.torch.warm import Unknown, ordinary, settings, wanted
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anycell.layer.checks import describe, refuse
 from anycell.layer.restarts import restarts
-from anycell.read import leaves, mapped
+from anycell.read.trees import filled, leaves
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (x, state) -> (output, state)
 
@@ -65,8 +65,7 @@ class Steps(NamedTuple):
 
     def filled(self, tensors: Iterable[Tensor]) -> Steps:
         """The call with other tensors."""
-        left = iter(tensors)
-        xs, state, mask, resets, restored = mapped(lambda _: next(left), self._trees)
+        xs, state, mask, resets, restored = filled(self._trees, tensors)
         return self._replace(xs=xs, state=state, mask=mask, resets=resets, restored=restored)
 
     @property

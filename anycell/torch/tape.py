@@ -16,17 +16,15 @@ Tree = Any  # tensors and other values in tuples, lists and dictionaries
 
 
 # Operations as torch's own functions, which are called in half the time.
-_BOUND = {
-    A.add.Tensor: torch.add, A.cat.default: torch.cat, A.expand.default: Tensor.expand,
-    A.mul.Tensor: torch.mul, A.narrow.default: torch.narrow, A.permute.default: torch.permute,
-    A.select.int: torch.select,
+_VIEWS = {
+    A.narrow.default: torch.narrow, A.permute.default: torch.permute, A.select.int: torch.select,
     A.squeeze.dim: torch.squeeze, A.t.default: torch.t, A.transpose.int: torch.transpose,
     A.unsqueeze.default: torch.unsqueeze, A.view.default: Tensor.view,
 }  # fmt: skip
-_VIEWS = (
-    A.narrow.default, A.t.default, A.transpose.int, A.permute.default, A.view.default,
-    A.unsqueeze.default, A.squeeze.dim, A.select.int,
-)  # fmt: skip
+_BOUND = _VIEWS | {
+    A.add.Tensor: torch.add, A.cat.default: torch.cat, A.expand.default: Tensor.expand,
+    A.mul.Tensor: torch.mul,
+}  # fmt: skip
 
 
 class View(NamedTuple):
@@ -48,7 +46,7 @@ class Tape(tape.Tape):
     Args:
         arrays: the tensors of a call.
         enter: arrays -> (results, memory).
-        between: what the kernel makes, a tree of tensors.
+        between: what the kernel makes.
         leave: (arrays, between, memory) -> results.
 
     Attributes:
@@ -65,14 +63,12 @@ class Tape(tape.Tape):
 
     def __init__(
         self, arrays: Sequence[Tensor], enter: Callable[[list[Tensor]], tuple[Tree, Any]],
-        between: Tree, leave: Callable[[list[Tensor], Tree, Any], Tree],
+        between: Sequence[Tensor], leave: Callable[[list[Tensor], Sequence[Tensor], Any], Tree],
     ) -> None:  # fmt: skip
-        inputs = [tensor.detach() for tensor in arrays]
-        made: dict[str, Tensor] = {}
-        between = _detached(between, "b", made)
-        recorder = self._recorder = Recorder([("F", t) for t in (*inputs, *made.values())])
+        inputs, between = ([tensor.detach() for tensor in part] for part in (arrays, between))
+        recorder = self._recorder = Recorder([("F", t) for t in (*inputs, *between)])
         self._tensors, self._device = recorder.tensors, inputs[0].device
-        names = [*[f"a[{k}]" for k in range(len(inputs))], *made]
+        names = [f"a[{k}]" for k in range(len(inputs))] + [f"b[{k}]" for k in range(len(between))]
         with recorder:
             entered, memory = enter(inputs)
             split = len(recorder.equations)
@@ -89,10 +85,10 @@ class Tape(tape.Tape):
         self.passed = frozenset(k for k, var in enumerate(self._inputs) if var in results)
         self.later = frozenset(k for k, var in enumerate(self._inputs) if var in self._late)
         if isinstance(entered, dict) and not self.memory:
-            self.sources = self._found(nodes[:split], entered)
+            self.sources = self._sources(nodes[:split], entered)
         return made
 
-    def _found(self, nodes: Sequence[Equation], entered: dict[str, Variable]) -> Sources | None:
+    def _sources(self, nodes: Sequence[Equation], entered: dict[str, Variable]) -> Sources | None:
         known = dict[Variable, Source]()
 
         def view(var: Variable, place: int) -> None:
@@ -100,8 +96,8 @@ class Tape(tape.Tape):
             offset = int(t.storage_offset() - base.storage_offset())
             known[var] = ((View(place, tuple(t.shape), t.stride(), offset),),)
 
-        for place, given in enumerate(self._inputs):
-            view(given, place)
+        for place, array in enumerate(self._inputs):
+            view(array, place)
         for node in nodes:
             var, of = node.results[0], [self._real(operand) for operand in node.operands]
             if not of or not known.keys() >= {*of}:
@@ -115,8 +111,10 @@ class Tape(tape.Tape):
                 first, second = pieces
                 if len(second) == 1 and first[0].shape == second[0].shape:
                     known[var] = ((*first, *second),)
-        found = {name: known.get(self._real(var)) for name, var in entered.items()}
-        return {n: made for n, made in found.items() if made} if all(found.values()) else None
+        sources = {
+            name: known[v] for name, var in entered.items() if (v := self._real(var)) in known
+        }
+        return sources if len(sources) == len(entered) else None
 
     def _vars(self, tree: Tree) -> Tree:
         def var(leaf: Any) -> Any:
@@ -186,16 +184,6 @@ def _joined(pieces: Sequence[tuple[View, ...]]) -> Source:
         else:
             joined[-1] = (one._replace(shape=(rows + other.shape[0], *sizes)),)
     return tuple(joined)
-
-
-def _detached(tree: Tree, name: str, made: dict[str, Tensor]) -> Tree:
-    """The tree with detached tensors, which are noted by the expressions that find them."""
-    if isinstance(tree, Tensor):
-        made[name] = tree.detach()
-        return made[name]
-    if isinstance(tree, dict):
-        return {key: _detached(value, f"{name}[{key!r}]", made) for key, value in tree.items()}
-    return tuple(_detached(value, f"{name}[{k}]", made) for k, value in enumerate(tree))
 
 
 def _slice(part: Tensor, whole: Tensor) -> tuple[int, int, int] | None:

@@ -448,7 +448,7 @@ def test_x_in_other_memory_is_read_after_the_loop(grad: bool) -> None:
 
 
 def test_what_warm_calls_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thing that the printed comparison looks at; a number that is equal is no change."""
+    """Each thing that the printed comparison looks at; an equal number or word is no change."""
     module = Parts("added")
     module.register_parameter("none", None)
     layer = loop(module)
@@ -466,7 +466,9 @@ def test_what_warm_calls_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert around._compared(True) is not None and around.again(Parts("added")) is None
     kind = module.kind
     monkeypatch.setattr(module, "kind", "".join([*kind]))
-    assert module.kind is not kind and again() is None  # of a module, by identity
+    assert module.kind is not kind and again() is not None
+    module.kind = "joined"
+    assert again() is None
     module.kind = kind
     for name, value in (("none", param(3)), ("more", 1), ("child", nn.Identity())):
         setattr(module, name, value)

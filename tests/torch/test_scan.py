@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import anycell
 from anycell.torch import explain_scan, scan
-from anycell.torch.around import Surroundings
+from anycell.torch.surroundings import Surroundings
 
 pytestmark = pytest.mark.usefixtures("torch_in_float64")
 

@@ -36,25 +36,22 @@ class Surroundings(Watched):
 
     Attributes:
         step: the module or the function.
-        places: the variables that are tensors.
+        places: the variables that are tensors, and what these are called.
         modules: the modules among them.
-        labels: what the tensors are called.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
         watched: variables of code, of classes and of objects among them; see ``Watched``.
-        attributes: of the modules: dictionaries, keys and values; ``sizes`` of the dictionaries.
+        sizes: the dictionaries of modules, and how many variables they have.
         changing: what code reads that changes unseen, if there is any.
         owners: classes by the ids of their variables.
         token: a number that stands for the guards.
     """
 
     step: Any
-    places: list[tuple[Any, str]] = field(default_factory=list)
+    places: list[tuple[Any, Any, str]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
-    attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
     owners: dict[int, type] = field(default_factory=dict)
     changing: str = ""
@@ -62,9 +59,9 @@ class Surroundings(Watched):
 
     @classmethod
     def of(cls, step: Any) -> Surroundings:
-        around = cls(step)
-        around.walk(step)
-        return around
+        surroundings = cls(step)
+        surroundings.walk(step)
+        return surroundings
 
     @property
     def title(self) -> str:
@@ -112,22 +109,18 @@ class Surroundings(Watched):
             now, old = read(holder, key), name(value)
             checks.append(f"({now} is {old} or {name(equal)}({now}, {old}))")
         checks += [f"{name(alike)}({name(of)}, {name(copy)})" for of, copy in self.containers]
-        checks += [f"{item(of, key)} is {name(value)}" for of, key, value in self.attributes]
         sizes = [(name(of), size) for of, size in self.sizes]
         checks += [f"len({of}) == {size}" if size else f"not {of}" for of, size in sizes]
         hooks = [item(vars(module), key) for module in self.modules for key in _HOOKS]
         hooks += [name(getattr(modules, f"_global{key}")) for key in _HOOKS]
         checks.append(f"not (unhooked and ({' or '.join(hooks)}))")
-        found = ", ".join(read(holder, key) for holder, key in self.places)
-        text = (
-            f"def compared(unhooked):\n    if {' and '.join(checks)}:\n        return [{found}]\n"
-        )
+        tensors = ", ".join(read(holder, key) for holder, key, _ in self.places)
+        text = f"def compared(unhooked):\n    if {' and '.join(checks)}: return [{tensors}]\n"
         exec(compile(text, "<around>", "exec"), space)
-        compared: Callable[[bool], list[Tensor] | None] = space["compared"]
-        return compared
+        return space["compared"]
 
     def tensors(self) -> list[Tensor]:
-        return [value_of(holder, name) for holder, name in self.places]
+        return [value_of(holder, name) for holder, name, _ in self.places]
 
     def walk(self, value: Any) -> None:
         """Adds a module, or what a function reads."""
@@ -145,7 +138,7 @@ class Surroundings(Watched):
             self.walk(value.func)
             self.guards.append(self._frozen((value.args, tuple(value.keywords.items()))))
         elif isinstance(value, types.FunctionType):
-            if _of_user(value):
+            if not value.__code__.co_filename.startswith(_TORCH):
                 self._function(value)
         elif hasattr(value, "__dict__") and not isinstance(value, type):
             self.guards.append(type(value))
@@ -158,8 +151,7 @@ class Surroundings(Watched):
         code, variables = function.__code__, function.__globals__
         self.guards.append(code)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self.guards.append(self._frozen(getattr(function, name)))
-            self.watched.append((function, name, getattr(function, name)))
+            self._variable(function, name)
         _, names = operations(code)
         for label, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._variable(cell, "cell_contents", label, names)
@@ -170,7 +162,7 @@ class Surroundings(Watched):
         """Adds the attributes of an object of the user's that code with these names may read."""
         known = isinstance(value, (nn.Module, types.MethodType, functools.partial, Tensor))
         kind: Any = value if isinstance(value, type) else type(value)
-        foreign = kind.__module__.partition(".")[0] in _FOREIGN and kind is not types.FunctionType
+        foreign = _package(kind) in _FOREIGN and kind is not types.FunctionType
         if known or foreign or (id(value), names) in self.seen:
             return
         self.seen.add((id(value), names))
@@ -189,7 +181,7 @@ class Surroundings(Watched):
             elif hasattr(kind, name):  # what the object may have of its own later
                 self.watched.append((attributes, name, MISSING))
 
-    def _look(self, value: Any, label: str) -> None:
+    def _note_changing(self, value: Any, label: str) -> None:
         """Notes a thing, or what is in it, that changes unseen when code reads it."""
         inside = value.values() if type(value) is dict else value
         parts = inside if type(value) in (dict, list, tuple) else ()
@@ -202,18 +194,16 @@ class Surroundings(Watched):
         self.modules.append(module)
         self.guards += [type(module), *module._modules]
         held, tables = vars(module), [vars(module)[name] for name in _TABLES]
-        named = [n for n in held if n not in _ORDINARY or (n in _TABLES and held[n])]
-        self.attributes += [(held, name, held[name]) for name in named]
-        self.attributes += [(tables[-1], *child) for child in tables[-1].items()]
+        self.watched += [(held, name, held[name]) for name in _TABLES if held[name]]
+        self.watched += [(module._modules, *child) for child in module._modules.items()]
         self.sizes += [(table, len(table)) for table in (held, *tables)]
         for tensors in (module._parameters, module._buffers):
-            self.attributes += [(tensors, name, None) for name in tensors if tensors[name] is None]
             for name in tensors:
                 self._variable(tensors, name)
         names, read = ["forward"], set[str]()
         while names:  # methods that forward calls, with the variables that they read
             name = names.pop()
-            kinds = [kind for kind in type(module).__mro__ if not _of_torch(kind)]
+            kinds = [kind for kind in type(module).__mro__[:-1] if _package(kind) != "torch"]
             holders = [vars(kind) for kind in kinds]
             self.owners |= {id(of): kind for of, kind in zip(holders, kinds, strict=True)}
             place = next((k for k, holder in enumerate(holders) if name in holder), -1)
@@ -229,30 +219,29 @@ class Surroundings(Watched):
                 names += operations(method.__code__)[1]
             else:
                 self.guards.append((name, self._frozen(method)))
-        for name, value in [*module.__dict__.items()]:
+        for name, value in [*held.items()]:
             if name not in _ORDINARY:
-                self._variable(module.__dict__, name)
+                self._variable(held, name)
                 self._object(value, frozenset(read))
                 if name in read:
-                    self._look(value, name)
+                    self._note_changing(value, name)
 
     def add(self, holder: Any, name: Any, label: str) -> None:
         """Adds a tensor in a dictionary or in the cell of a closure."""
-        self.places.append((holder, name))
-        self.labels.append(label)
+        self.places.append((holder, name, label))
 
     def _variable(
         self, holder: Any, name: str, label: str = "", names: frozenset[str] | None = None
     ) -> None:
-        """Adds a variable, and watches it if code with these names reads it."""
+        """Adds a variable; if code with these names reads it, with what is in it."""
         value, label = value_of(holder, name), label or name
         if isinstance(value, Tensor):
             self.add(holder, name, label)
             return
+        self.watched.append((holder, name, value))
         if names is not None:
-            self.watched.append((holder, name, value))
             self._object(value, names)
-            self._look(value, label)
+            self._note_changing(value, label)
         if isinstance(value, _WALKED):
             self.walk(value)
         else:
@@ -286,7 +275,7 @@ class Surroundings(Watched):
             self._put(old)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
-        for (holder, name), tensor in zip(self.places, tensors, strict=True):
+        for (holder, name, _), tensor in zip(self.places, tensors, strict=True):
             self.assign(holder, name, tensor)
 
     def assign(self, holder: Any, name: Any, value: Any) -> None:
@@ -310,9 +299,5 @@ class Surroundings(Watched):
         return None
 
 
-def _of_user(function: types.FunctionType) -> bool:
-    return not function.__code__.co_filename.startswith(_TORCH)
-
-
-def _of_torch(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "torch"
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
