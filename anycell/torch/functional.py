@@ -13,7 +13,7 @@ from anycell.layer.compression import sharded
 from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS, state_names
 from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
-from anycell.torch import fused, nodes, ops
+from anycell.torch import derivatives, fused, nodes, ops
 from anycell.torch.composite import Arrays, Result, composite
 from anycell.torch.framework import ENGINES, Torch
 from anycell.torch.fused import enter
@@ -21,21 +21,16 @@ from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
     compiled,
-    elements,
     exporting,
     observed,
     transformed,
     watched,
 )
 
-# The most elements of a vmap for each step that run one after the other, fused: of more than that,
-# of layers of any size, a training step takes no less time together, step by step.
-ELEMENTS_A_STEP = 16
-
 
 def run_layer(layer: Layer, arrays: Arrays) -> Result:
     """Runs one layer of one or two directions, on the engine that fits."""
-    if SCALES in arrays and not _multiplies_integers(arrays):
+    if SCALES in arrays and not _multiplies_integers(layer, arrays):
         arrays = dequantized(arrays)
     elif SCALES in arrays:
         arrays = with_integers(Torch.xp, arrays)
@@ -47,8 +42,8 @@ def run_layer(layer: Layer, arrays: Arrays) -> Result:
                 return results
             if nodes.scans(x.shape[0]):
                 return composite(layer, arrays, nodes.scan)
-        if engine != "reference" and _as_operator(arrays):
-            results = ops.run(layer, arrays)
+        if engine != "reference" and _as_operator(layer, arrays):
+            results = ops.run(layer, arrays, derivatives.forward if transformed() else None)
             if results is not None:
                 return results
         if compiled():  # the graph breaks here
@@ -98,13 +93,12 @@ def _check_distributed(layer: Layer, arrays: Arrays) -> None:
 # -- which engine ----------------------------------------------------------------------------------
 
 
-def _as_operator(arrays: Arrays) -> bool:
-    """Whether those who observe a call can see it as one operator. Not ONNX, jit, forward mode and
-    torch.func but for vmap, which have no rule for it, and users' types of tensors, which may have
-    none.
+def _as_operator(layer: Layer, arrays: Arrays) -> bool:
+    """Whether those who observe a call can see it as one operator. Not ONNX, jit and forward mode,
+    which have no rule for it, and users' types of tensors, which may have none.
     """
     if transformed():
-        return not compiled() and _in_turns(arrays)
+        return not compiled() and derivatives.fits(layer, arrays)
     if exporting() and torch.onnx.is_in_onnx_export():
         return False
     if compiled():
@@ -112,12 +106,6 @@ def _as_operator(arrays: Arrays) -> bool:
     if not (watched() or type(arrays["x"]) in TRACERS):
         return False
     return {*map(type, arrays.values())}.issubset((*ORDINARY, *TRACERS))
-
-
-def _in_turns(arrays: Arrays) -> bool:
-    """Whether elements of a vmap, each with weights of its own, are to run one after the other."""
-    count = elements(t for name, t in arrays.items() if name.startswith("weight_"))
-    return ops.IN_TURNS and 0 < count <= ELEMENTS_A_STEP * arrays["x"].shape[0]
 
 
 def fused_plan(cell: Cell, sizes: Sizes, weight: Tensor) -> Plan | str:
@@ -143,12 +131,12 @@ def _plan_for(layer: Layer, arrays: Arrays) -> Plan | str:
     return fused_plan(cell, layer.sizes, like)
 
 
-def _multiplies_integers(arrays: Arrays) -> bool:
+def _multiplies_integers(layer: Layer, arrays: Arrays) -> bool:
     """Returns whether the kernels for integers may run: for an input in float32 on the CPU, without
     gradients, and if those who observe the call can see it as one operator.
     """
     x = arrays["x"]
-    if observed() and not _as_operator(arrays):
+    if observed() and not _as_operator(layer, arrays):
         return False
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in arrays.values())
     return x.device.type == "cpu" and x.dtype is torch.float32 and not wanted

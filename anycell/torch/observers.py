@@ -7,7 +7,7 @@ operations. The rule fails safe: any mode on torch's stacks, known or not, must 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,17 +78,41 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def elements(tensors: Iterable[Tensor]) -> int:
-    """Counts the elements of the ``torch.func.vmap``s around a call if some of these tensors differ
-    from element to element; 0 if not, or if torch does more than that, or somebody looks on.
+def transforms() -> tuple[bool, int] | None:
+    """Whether the transforms of ``torch.func`` around a call take gradients, and how many elements
+    their vmaps have; None if there are others or none, or if somebody looks on.
     """
     kinds: Any = torch._C._functorch
     stack = kinds.get_interpreter_stack() or ()
-    alone = {one.key() for one in stack} == {kinds.TransformType.Vmap}
-    if not alone or forward_ad._current_level >= 0 or traced() or watched():
-        return 0
-    mapped = any(map(kinds.is_batchedtensor, tensors))
-    return mapped * math.prod(kinds.CVmapInterpreterPtr(one).batchSize() for one in stack)
+    grad, vmap = kinds.TransformType.Grad, kinds.TransformType.Vmap
+    used = {one.key() for one in stack}
+    if not stack or used - {grad, vmap} or forward_ad._current_level >= 0 or traced() or watched():
+        return None
+    vmaps = [kinds.CVmapInterpreterPtr(one) for one in stack if one.key() == vmap]
+    return grad in used, math.prod(one.batchSize() for one in vmaps)
+
+
+def mapped(tensor: Tensor) -> bool:
+    """Whether a tensor differs from element to element of a vmap."""
+    return any(map(torch._C._functorch.is_batchedtensor, _within(tensor)))
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """Whether a tensor, or what it wraps for a transform, requires a gradient."""
+    return any(one.requires_grad for one in _within(tensor))
+
+
+def _within(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, and those that it wraps."""
+    kinds = torch._C._functorch
+    yield tensor
+    while kinds.is_functorch_wrapped_tensor(tensor):
+        yield (tensor := kinds.get_unwrapped(tensor))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor within one that a transform wrapped which has ended."""
+    return torch._C._functorch.unwrap_if_dead(tensor)
 
 
 def watched() -> bool:
@@ -101,11 +125,18 @@ def watched() -> bool:
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
-def stepwise(
-    arriving: Iterable[Tensor | None], saved: Iterable[Tensor], types: tuple[type, ...] = ORDINARY
+def stepwise(arriving: Sequence[Tensor | None], saved: Iterable[Tensor]) -> bool:
+    """Whether a backward pass must consist of torch's operations: to be differentiated again, or
+    for what ``unlike_memory`` says.
+    """
+    return unlike_memory(arriving, saved, ORDINARY) or torch.is_grad_enabled()
+
+
+def unlike_memory(
+    arriving: Sequence[Tensor | None], saved: Iterable[Tensor], types: tuple[type, ...]
 ) -> bool:
-    """Whether a backward pass must consist of torch's operations: to be differentiated again, in a
-    vmap over gradients, as for a Jacobian, or on tensors of other types than these.
+    """Whether a backward pass reads what is not mere memory: in a vmap over gradients, as for a
+    Jacobian, or a tensor of another type than these.
 
     Raises:
         ValueError: in a trace of what comes before autograd. It takes all that a backward pass
@@ -114,7 +145,7 @@ def stepwise(
     if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
         hint = "Trace it without pre_dispatch: the values that it reads would be constants."
         refuse("backward", "a trace with pre_dispatch=True", "a trace that sees autograd", hint)
-    if torch.is_grad_enabled() or any(map(_batched, arriving)):
+    if any(map(_batched, arriving)):
         return True
     return not {*map(type, saved), *map(type, arriving)}.issubset((*types, type(None)))
 

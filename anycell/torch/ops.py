@@ -38,12 +38,9 @@ from anycell.torch.composite import Arrays, Result
 from anycell.torch.fused import enter
 from anycell.torch.native import Form, play
 from anycell.torch.observers import (
-    ORDINARY,
-    TRACERS,
     compiled,
     constant,
     exporting,
-    stepwise,
     transformed,
     watched,
 )
@@ -255,7 +252,7 @@ def _kept_states(layer: Layer) -> list[bool]:
     return [i > 0 and (borders or keeps(plan, i)) for i in range(len(layer.cell.states))]
 
 
-def _wanted(layer: Layer, needs: Sequence[bool]) -> set[str]:
+def wanted_names(layer: Layer, needs: Sequence[bool]) -> set[str]:
     """Returns the names of the tensors that need a gradient."""
     return {name for name, need in zip(layer.arrays, needs, strict=True) if need}
 
@@ -269,8 +266,14 @@ def _expect(name: str, given: Any, expected: Any) -> None:
         )
 
 
-def run(layer: Layer, arrays: Arrays) -> Result | None:
-    """Runs a layer as an operator; returns None if the fused engine cannot run it."""
+def run(
+    layer: Layer, arrays: Arrays, forward: Callable[..., Sequence[Tensor]] | None = None
+) -> Result | None:
+    """Runs a layer as an operator; returns None if the fused engine cannot run it.
+
+    Args:
+        forward: what to call in place of ``anycell::forward``.
+    """
     cell, options, x = layer.cell, layer.options, arrays["x"]
     if "recurrent_mask" in arrays or layer.sequences:
         return None
@@ -287,7 +290,7 @@ def run(layer: Layer, arrays: Arrays) -> Result | None:
     hyper = list(cell.hyper.values())
     if not compiled():
         _tell_counters()
-    output, *final = torch.ops.anycell.forward(list(arrays.values()), text, hyper)
+    output, *final = (forward or torch.ops.anycell.forward)(list(arrays.values()), text, hyper)
     return output, tuple(final), ()
 
 
@@ -443,7 +446,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
         before: Kept | None = call.before(layer)
     else:
         _, _, before = enter(cell, "forward", fused.run_forward, layer, arrays, True)
-    wanted, gradients, run = _wanted(layer, call.needs), call.gradients, fused.run_backward
+    wanted, gradients, run = wanted_names(layer, call.needs), call.gradients, fused.run_backward
     assert before is not None
     by_name = enter(cell, "backward", run, layer, arrays, before, gradients, wanted)
     if call.kept and wanted <= by_name.keys():
@@ -470,7 +473,7 @@ def _backward_again(*arguments: Any) -> list[Tensor]:
         by_name = dict(zip(form.names, made, strict=True))
         return [by_name[name].contiguous() for name in names]
     arrays, gradients = layer.named(call.tensors), call.gradients
-    form = backward_form(layer, arrays, gradients, _wanted(layer, call.needs))
+    form = backward_form(layer, arrays, gradients, wanted_names(layer, call.needs))
     if form is None or not _flagged(arrays):
         return []
     again = backward_again(form, layer, arrays, call.before(layer), gradients)
@@ -492,65 +495,6 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     call = _BackwardCall(*arguments)
     _expect_one_device(read(call.text), call.tensors)
     return [t.new_empty(t.shape) for t in itertools.compress(call.tensors, call.needs)]
-
-
-class _Operators(torch.autograd.Function):
-    """``anycell::run`` and ``anycell::backward``, as autograd sees them."""
-
-    @staticmethod
-    def forward(ctx: Any, text: str, hyper: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
-        layer = read(text)
-        keep, kept = layer.options.checkpoint is None, list[Tensor]()
-        results = torch.ops.anycell.run(tensors, text, hyper, keep)
-        if keep:
-            states, separate = len(layer.cell.states), apart(layer)
-            final, kept = results[:states], results[states:]
-            x = layer.named(tensors)["x"]
-            output = kept.pop() if separate else kept[0][1 : 1 + x.shape[0]].detach()
-            if type(x) in ORDINARY and not separate:
-                # allow_mutation_on_saved_tensors, a mode, finds what an edit changes by its address
-                output = output.clone()
-            results = [output, *final]
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.set_materialize_grads(False)
-        ctx.text, ctx.hyper, ctx.count = text, hyper, len(tensors)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        tensors, kept = saved[: ctx.count], saved[ctx.count :]
-        if stepwise(arriving, saved, (*ORDINARY, *TRACERS)):
-            layer, arrays = unpack(tensors, ctx.text, ctx.hyper)
-            run: Any = fused.differentiable
-            given = layer, arrays, _wanted(layer, needs), arriving
-            by_name = enter(layer.cell, "backward", run, *given)
-            return None, None, *[by_name.get(name) for name in layer.arrays]
-        there, present = [g is not None for g in arriving], [g for g in arriving if g is not None]
-        backward = torch.ops.anycell.backward
-        gradients = iter(backward(tensors, kept, present, ctx.text, ctx.hyper, there, needs))
-        return None, None, *[next(gradients) if need else None for need in needs]
-
-
-def _forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return list(_Operators.apply(text, hyper, *tensors))
-    results: list[Tensor] = torch.ops.anycell.run(tensors, text, hyper, False)
-    return results
-
-
-def _forward_in_turns(
-    info: Any, dims: tuple[Any, ...], tensors: Sequence[Tensor], text: str, hyper: Sequence[float]
-) -> tuple[list[Tensor], list[int]]:
-    """The elements of a vmap, one after the other: parts of an array whose gradients are joined."""
-    parts = [
-        [t] * info.batch_size if axis is None else t.movedim(axis, 0).unbind()
-        for t, axis in zip(tensors, dims[0], strict=True)
-    ]
-    forward = torch.ops.anycell.forward
-    results = [forward(list(one), text, hyper) for one in zip(*parts, strict=True)]
-    made = [torch.stack(same) for same in zip(*results, strict=True)]
-    return made, [0] * len(made)
 
 
 # -- how FlopCounterMode counts them ---------------------------------------------------------------
@@ -584,7 +528,7 @@ def _backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """Counts the products for the gradients of each weight, and of what it multiplies."""
     call = _BackwardCall(*arguments)
     layer = read(call.text)
-    wanted, steps = _wanted(layer, call.needs), layer.named(call.tensors)["x"].shape[0]
+    wanted, steps = wanted_names(layer, call.needs), layer.named(call.tensors)["x"].shape[0]
     count = 0 if call.kept else _flops(call.tensors, call.text)
     for name, flops in _matmuls(call.tensors, call.text).items():
         count += steps * flops * (name in wanted)
@@ -620,26 +564,22 @@ def _directly(operator: Any, again: Callable[..., list[Tensor]]) -> None:
     operator._op = call
 
 
-_library = torch.library.Library("anycell", "DEF")
+library = torch.library.Library("anycell", "DEF")
 for _schema in (
     "forward(Tensor[] tensors, str form, float[] hyper) -> Tensor[]",
     "run(Tensor[] tensors, str form, float[] hyper, bool keep) -> Tensor[]",
     "backward(Tensor[] tensors, Tensor[] kept, Tensor[] arriving, str form, float[] hyper, "
     "bool[] given, bool[] needs) -> Tensor[]",
 ):
-    _library.define(_schema, tags=_TAGS)
+    library.define(_schema, tags=_TAGS)
 for _name, _again in (("run", _run_again), ("backward", _backward_again)):
     _directly(getattr(torch.ops.anycell, _name).default, _again)
 FORWARD: Any = torch.ops.anycell.forward  # a name for traces, which check what leads to an object
 for _key in ("CPU", "CUDA"):
-    _library.impl("forward", functools.partial(_run, keep=False), _key)
-    _library.impl("run", _run, _key)
-    _library.impl("backward", _backward, _key)
-_library.impl("forward", _forward, "Autograd")
-IN_TURNS = hasattr(torch.library, "register_vmap")  # since PyTorch 2.5
-if IN_TURNS:
-    torch.library.register_vmap("anycell::forward", _forward_in_turns, lib=_library)
-_fake = functools.partial(torch.library.register_fake, lib=_library)
+    library.impl("forward", functools.partial(_run, keep=False), _key)
+    library.impl("run", _run, _key)
+    library.impl("backward", _backward, _key)
+_fake = functools.partial(torch.library.register_fake, lib=library)
 _fake("anycell::forward", functools.partial(_run_fake, keep=False))
 _fake("anycell::run", _run_fake)
 _fake("anycell::backward", _backward_fake)

@@ -291,7 +291,7 @@ THRESHOLDS = {
     },  # of readings: both sides of the last two: numpy/test_warm
     "numpy/mirror.py": {"_MOST": None},  # both sides: numpy/test_warm
     "torch/planned.py": {"_MOST": None},  # of tapes
-    "torch/functional.py": {"ELEMENTS_A_STEP": None},  # both sides: torch/test_functional
+    "torch/derivatives.py": {"ELEMENTS_A_STEP": None},  # both sides: torch/test_functional
     "torch/native.py": {"_ABI": None},  # a version
     "torch/passes.py": {"_MOST": None},  # of forms
     "torch/proven.py": {"_MOST": None},  # of things around a step that are compared

@@ -2,6 +2,7 @@
 the recurrent connections and input that is projected already.
 """
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ import torch
 from problems import Adding, Rows, Sized
 from tolerances import assert_close
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch_layers import of_torchscript, tensors_of, weighted, whole_graphs
+from torch_layers import Zoned, of_torchscript, tensors_of, weighted, whole_graphs
 
 import anycell
 import anycell.torch as at
 from anycell import cell, cells, linear, tanh
 from anycell.layer import shapes
 from anycell.plan import plan
-from anycell.torch import functional, fused, ops
+from anycell.torch import derivatives, functional, fused
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
 
@@ -39,6 +40,18 @@ def given_by(cell: Any, projected: bool = False) -> tuple[Any, ...]:
     weights = {name: make(*shape) for name, shape in learned.items()}
     state = [make(ROWS, sizes[s.size]) for s in cell.states]
     return cell, make(STEPS, ROWS, width), weights, state
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list of the calls that go step by step from here on."""
+    calls = list[Any]()
+    for module in (functional, derivatives):
+        composite = module.composite
+        monkeypatch.setattr(
+            module, "composite", lambda *given, run=composite: calls.append(given) or run(*given)
+        )
+    return calls
 
 
 def assert_same(
@@ -193,14 +206,13 @@ def test_function_transforms() -> None:
     assert_same([tangent], [rows])
 
 
-@pytest.mark.skipif(not ops.IN_TURNS, reason="PyTorch is too old")
 @of_torchscript
 @pytest.mark.parametrize("nested", [False, True])
 def test_elements_of_a_vmap_with_weights_of_their_own(
-    nested: bool, monkeypatch: pytest.MonkeyPatch
+    nested: bool, steps: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run fused, one after the other, with the bits of calls by themselves; gradients too.
-    More of them than pays run step by step, and so does all else that torch.func does.
+    More of them than pays run step by step.
     """
     layer, count = at.RNN(cells.PeepholeLSTM, ENTERING, SIZE, bidirectional=True, **DOUBLE), 3
     x = torch.randn(count, STEPS, ROWS, ENTERING, **DOUBLE)
@@ -209,10 +221,6 @@ def test_elements_of_a_vmap_with_weights_of_their_own(
         name: torch.randn(count, *p.shape, **DOUBLE, requires_grad=True)
         for name, p in layer.named_parameters()
     }
-    stepped, composite = list[Any](), functional.composite
-    monkeypatch.setattr(
-        functional, "composite", lambda *given: stepped.append(given) or composite(*given)
-    )
 
     def loss(weights: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         output, states = torch.func.functional_call(layer, weights, (x,), {"lengths": lengths})
@@ -222,7 +230,7 @@ def test_elements_of_a_vmap_with_weights_of_their_own(
     calls = count**2 if nested else count
     every = torch.func.vmap(of_one, (0, None, None) if nested else 0)
     losses = every(weights, x, lengths)
-    assert not stepped
+    assert not steps
 
     def gradients(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(losses.sum(), list(weights.values()))
@@ -234,14 +242,159 @@ def test_elements_of_a_vmap_with_weights_of_their_own(
         for m in (range(count) if nested else [n])
     ]
     right = torch.stack(alone).reshape(losses.shape)
-    assert torch.equal(losses, right)
+    assert nested or torch.equal(losses, right)  # those within become rows of one batch
     assert_same([*found], [right, *gradients(right)])
-    monkeypatch.setattr(functional, "ELEMENTS_A_STEP", (calls - 1) / STEPS)
+    monkeypatch.setattr(derivatives, "ELEMENTS_A_STEP", (calls - 1) / STEPS)
     assert_same([losses], [every(weights, x, lengths)], "forward")
-    assert len(stepped) == 1
-    monkeypatch.undo()
-    of_func = torch.func.grad(lambda w: every(w, x, lengths).sum())(weights)
-    assert_same([*found[1:]], [*of_func.values()])
+    assert len(steps) == 1
+
+
+F = torch.func
+INPUT = torch.randn(3, STEPS, ROWS, ENTERING, **DOUBLE)
+# Each takes the output and the loss as functions of weights and x, the weights, and those of three
+# layers. The number says how many times what it derives goes step by step.
+TRANSFORMS: dict[str, tuple[Any, int]] = {
+    "grad": (lambda out, loss, w, ws: F.grad(loss, (0, 1))(w, INPUT[0]), 0),
+    "vjp": (
+        lambda out, loss, w, ws: F.vjp(out, w, INPUT[0])[1](
+            INPUT[0, ..., :1] + 0 * out(w, INPUT[0])
+        ),
+        0,
+    ),
+    "rows": (lambda out, loss, w, ws: F.vmap(out, (None, 2), 1)(w, INPUT.movedim(0, 2)), 0),
+    "gradients per element": (
+        lambda out, loss, w, ws: F.vmap(F.grad(loss), (None, 0))(w, INPUT),
+        0,
+    ),
+    "gradients of rows": (lambda out, loss, w, ws: F.vmap(F.grad(loss, 1), (None, 0))(w, INPUT), 0),
+    "gradient of rows": (
+        lambda out, loss, w, ws: F.grad(lambda w: F.vmap(loss, (None, 0))(w, INPUT).sum())(w),
+        0,
+    ),
+    "ensemble": (lambda out, loss, w, ws: F.vmap(F.grad(loss), (0, None))(ws, INPUT[0]), 0),
+    "nested": (
+        lambda out, loss, w, ws: F.vmap(F.vmap(F.grad(loss), (None, 0)), (0, None))(ws, INPUT),
+        0,
+    ),
+    "jacrev": (lambda out, loss, w, ws: F.jacrev(lambda x: out(w, x)[-1, 0])(INPUT[0]), 0),
+    "jacrev of a weight": (
+        lambda out, loss, w, ws: F.jacrev(lambda v: out({**w, "weight_hh_l0": v}, INPUT[0])[-1, 0])(
+            w["weight_hh_l0"]
+        ),
+        0,
+    ),
+    "a step of gradients within": (
+        lambda out, loss, w, ws: F.grad(
+            lambda w: loss(
+                {
+                    n: v - 0.1 * g
+                    for (n, v), g in zip(w.items(), F.grad(loss)(w, INPUT[0]).values(), strict=True)
+                },
+                INPUT[1],
+            )
+        )(w),
+        1,
+    ),
+    "second derivatives of rows": (
+        lambda out, loss, w, ws: F.vmap(F.grad(lambda x: F.grad(loss, 1)(w, x).square().sum()))(
+            INPUT
+        ),
+        1,
+    ),
+    "jacrev of jacrev": (
+        lambda out, loss, w, ws: F.jacrev(F.jacrev(lambda x: loss(w, x)))(INPUT[0, :2]),
+        1,
+    ),
+    "hessian": (lambda out, loss, w, ws: F.hessian(lambda x: loss(w, x))(INPUT[0, :2]), 1),
+}
+
+
+@of_torchscript
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        (cells.LSTM, {}),
+        pytest.param(cells.PeepholeLSTM, {"bidirectional": True}, marks=pytest.mark.more),
+        pytest.param(cells.LayerNormLSTM, {"checkpoint": 2}, marks=pytest.mark.more),
+    ],
+    ids=repr,
+)
+def test_transforms(
+    cell: Any, options: Any, transform: str, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run fused but for second derivatives, with the numbers of a run step by step."""
+    layer = at.RNN(cell, ENTERING, SIZE, **options, **DOUBLE)
+    lengths, resets = torch.tensor([6, 2, 0]), torch.rand(STEPS, ROWS) < 0.3
+    flags = {"lengths": lengths, "resets": resets}
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    several = {name: torch.stack([w, 1.1 * w, 0.8 * w]) for name, w in weights.items()}
+
+    def out(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        named = flags if len(x) == STEPS else {}
+        return torch.func.functional_call(layer, weights, (x,), named)[0]
+
+    def loss(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        output, (h, *_) = torch.func.functional_call(layer, weights, (x,))
+        return output.square().sum() + h.tanh().sum()
+
+    run, stepped = TRANSFORMS[transform]
+    found = torch.utils._pytree.tree_leaves(run(out, loss, weights, several))
+    assert bool(steps) == bool(stepped)
+    monkeypatch.setattr(derivatives, "fits", lambda *_: False)
+    right = torch.utils._pytree.tree_leaves(run(out, loss, weights, several))
+    assert_same(found, right)
+
+
+def test_a_backward_pass_after_its_transform(steps: list[Any]) -> None:
+    """What the transform wrapped is memory again, also where nobody derives further."""
+    cell, x, weights, _ = given_by(cells.LSTM)
+    output, pull = torch.func.vjp(lambda x: at.recurrence(cell, x, weights)[0], x.detach())
+    rights = torch.autograd.grad(at.recurrence(cell, x, weights)[0].sum(), x)
+    ones = torch.ones_like(output)
+    with torch.no_grad():
+        assert_same([*pull(ones)], [*rights])
+    assert_same([*pull(ones)], [*rights])
+    assert_same([*torch.func.vmap(pull)(ones[None])], [rights[0][None]])
+    assert not steps
+
+
+@of_torchscript
+def test_a_gradient_of_many_elements(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight they would run one after the other: of more than pays, step by step."""
+    layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
+    x, weight = INPUT[0], layer.weight_hh_l0.detach()
+
+    def last(weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"weight_hh_l0": weight}, (x,))[0][-1].sum(0)
+
+    found = torch.func.jacrev(last)(weight)
+    assert not steps
+    monkeypatch.setattr(derivatives, "ELEMENTS_A_STEP", (SIZE - 1) / STEPS)
+    assert_same([found], [torch.func.jacrev(last)(weight)])
+    assert len(steps) == 1
+
+
+@of_torchscript
+def test_no_elements() -> None:
+    layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
+    assert torch.func.vmap(lambda x: layer(x)[0])(INPUT[:0]).shape == (0, STEPS, ROWS, SIZE)
+    jacobian = torch.func.jacrev(lambda x: layer(x)[0][0, :0, 0])(INPUT[0])
+    assert jacobian.shape == (0, *INPUT[0].shape)
+
+
+@of_torchscript
+def test_elements_have_the_same_random_masks(steps: list[Any]) -> None:
+    """As of calls by themselves: they become no rows of a batch."""
+    layer = at.RNN(Zoned, ENTERING, SIZE, **DOUBLE).train()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(7)
+        return layer(x)[0].square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), randomness="same")(INPUT)
+    assert not steps
+    assert_same([*found], [torch.func.grad(loss)(x) for x in INPUT])
 
 
 # -- packed input ----------------------------------------------------------------------------------
@@ -364,10 +517,9 @@ def test_engines() -> None:
     eighths = {name: w.detach().to(torch.float8_e4m3fn) for name, w in arguments[2].items()}
     with pytest.raises(ValueError, match=r"engine='cpu' .*no fused kernel for torch\.float8"):
         at.recurrence(cells.LSTM, x.to(torch.float8_e4m3fn), eighths, engine="cpu")
+    step = functools.partial(at.recurrence, cells.LSTM, weights=arguments[2], engine="cpu")
     with pytest.raises(ValueError, match=r"engine='cpu' cannot run this call: .*torch\.func"):
-        torch.func.vmap(lambda x: at.recurrence(cells.LSTM, x, arguments[2], engine="cpu"))(
-            arguments[1][None]
-        )
+        torch.func.jvp(step, (arguments[1],), (arguments[1],))
 
 
 @whole_graphs

@@ -346,7 +346,6 @@ def test_the_states_after_every_step(cell: Any, held: tuple[str, ...], ran: list
 operators = pytest.mark.skipif(CARD and not ops.ON_CARDS, reason="PyTorch is too old")
 
 
-@pytest.mark.skipif(not ops.IN_TURNS, reason="PyTorch is too old")
 @operators
 def test_elements_with_weights_of_their_own(ran: list[str]) -> None:
     """Under ``vmap`` each runs by kernels, with the bits of a call by itself."""

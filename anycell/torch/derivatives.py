@@ -1,0 +1,265 @@
+"""The operators as autograd and ``torch.func`` see them: their derivatives, and elements of a vmap.
+
+Under ``vmap``, elements become rows of the batch if what differs between them has rows. Else they
+run one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anycell.layer.rounding import SCALES
+from anycell.layer.signature import FLAGS, OF_STATES
+from anycell.plan import Layer
+from anycell.torch import ops
+from anycell.torch.composite import Arrays, composite
+from anycell.torch.fused import enter
+from anycell.torch.observers import (
+    ORDINARY,
+    TRACERS,
+    mapped,
+    requires_grad,
+    transformed,
+    transforms,
+    unlike_memory,
+    unwrapped,
+)
+
+Elements = tuple[tuple[Tensor, ...], tuple[int, ...]]  # results, and their axes of elements
+
+# The most elements of a vmap for each step that run one after the other, fused: of more than that,
+# of layers of any size, a training step takes no less time together, step by step.
+ELEMENTS_A_STEP = 16
+
+
+def fits(layer: Layer, arrays: Arrays) -> bool:
+    """Whether a call under ``torch.func`` is to run as operators."""
+    around = transforms()
+    if around is None:
+        return False
+    differentiated, elements = around
+    if differentiated and SCALES in arrays:
+        return False
+    in_turns = (
+        differentiated
+        or draws(layer)
+        or any(mapped(t) for name, t in arrays.items() if row_axis(name, t.dim()) is None)
+    )
+    return elements > 0 and (elements <= ELEMENTS_A_STEP * len(arrays["x"]) or not in_turns)
+
+
+def draws(layer: Layer) -> bool:
+    """Whether a call draws random masks."""
+    return layer.options.training and bool(layer.cell.keeps)
+
+
+def row_axis(name: str, axes: int) -> int | None:
+    """The axis of the rows of the batch in a layer's array of so many axes, if it has one."""
+    if name.startswith(OF_STATES):
+        return 1 if axes == 3 else None
+    return {"static": 0, **dict.fromkeys(("x", "x_reverse", *FLAGS), 1)}.get(name)
+
+
+def forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
+    """``anycell::forward`` where autograd or ``torch.func`` looks on."""
+    layer, around = ops.read(text), transforms()
+    differentiated = around is not None and around[0]
+    differentiated |= torch.is_grad_enabled() and any(map(requires_grad, tensors))
+    if not (differentiated or around):
+        results: list[Tensor] = torch.ops.anycell.run(tensors, text, hyper, False)
+        return results
+    keep = differentiated and layer.options.checkpoint is None
+    made = Forward.apply(text, hyper, keep, *tensors)
+    return list(made[: 1 + len(layer.cell.states)])
+
+
+class Forward(torch.autograd.Function):
+    """``anycell::run``. Its results are the output, the final states, and what it keeps."""
+
+    @staticmethod
+    def forward(text: str, hyper: list[float], keep: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = torch.ops.anycell.run(tensors, text, hyper, keep)
+        if not keep:
+            return tuple(results)
+        layer = ops.read(text)
+        states, separate = len(layer.cell.states), ops.apart(layer)
+        final, kept = results[:states], results[states:]
+        x = layer.named(tensors)["x"]
+        output = kept.pop() if separate else kept[0][1 : 1 + x.shape[0]].detach()
+        if type(x) in ORDINARY and not separate:
+            # allow_mutation_on_saved_tensors, a mode, finds what an edit changes by its address
+            output = output.clone()
+        return output, *final, *kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.text, ctx.hyper, _, *tensors = inputs
+        ctx.results = 1 + len(ops.read(ctx.text).cell.states)
+        ctx.mark_non_differentiable(*output[ctx.results :])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output[ctx.results :])
+        ctx.count = len(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
+        needs, there = ctx.needs_input_grad[3:], [g is not None for g in arriving[: ctx.results]]
+        present = [g for g in arriving[: ctx.results] if g is not None]
+        saved, kinds = ctx.saved_tensors, (*ORDINARY, *TRACERS)  # hooks run at each read
+        if not transformed() and unlike_memory(present, saved, kinds):
+            tensors = saved[: ctx.count]
+            gradients = by_steps(ctx.text, ctx.hyper, there, needs, tensors, present)
+        else:
+            counts = ctx.count, len(saved) - ctx.count
+            gradients = Backward.apply(ctx.text, ctx.hyper, there, needs, counts, *saved, *present)
+        made = iter(gradients)
+        return None, None, None, *[next(made) if need else None for need in needs]
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], text: str, hyper: Any, keep: bool, *tensors: Tensor
+    ) -> Elements:
+        layer = ops.read(text)
+        rows = _row_axes(layer, tensors, dims[3:])
+        run = functools.partial(Forward.apply, text, hyper, keep)
+        return _elements(run, layer, info.batch_size, dims[3:], rows, tensors)
+
+
+class Backward(torch.autograd.Function):
+    """``anycell::backward``, whose own derivative is computed step by step."""
+
+    @staticmethod
+    def forward(
+        text: str, hyper: list[float], there: list[bool], needs: Sequence[bool],
+        counts: tuple[int, int], *arrays: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        # Of a transform that has ended, as ``torch.func.vjp``'s, tensors are mere wrappers.
+        tensors, kept, arriving = _parts([*map(unwrapped, arrays)], counts)
+        kept = [t.contiguous() for t in kept]  # of an element
+        return tuple(torch.ops.anycell.backward(tensors, kept, arriving, text, hyper, there, needs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *ctx.facts, ctx.counts = inputs[:5]
+        ctx.save_for_backward(*inputs[5:])
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Any, ...]:
+        text, hyper, there, given = ctx.facts
+        arrays, needs = [*map(unwrapped, ctx.saved_tensors)], ctx.needs_input_grad[5:]
+
+        def gradients(*some: Tensor) -> tuple[Tensor, ...]:
+            varied = iter(some)
+            every = [next(varied) if need else t for t, need in zip(arrays, needs, strict=True)]
+            tensors, _, first = _parts(every, ctx.counts)
+            return by_steps(text, hyper, there, given, tensors, first)
+
+        pull: Any = torch.func.vjp(gradients, *itertools.compress(arrays, needs))[1]
+        made = iter(pull(arriving))
+        return *[None] * 5, *[next(made) if need else None for need in needs]
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> Elements:
+        (text, hyper, there, needs, counts), arrays, dims = inputs[:5], inputs[5:], dims[5:]
+        layer, of_tensors = ops.read(text), counts[0]
+        rows = _row_axes(layer, arrays[:of_tensors], dims)
+        made = [axis for axis, need in zip(rows, needs, strict=True) if need]
+        rows += [1] * (len(arrays) - of_tensors)
+        x, axis = layer.named(arrays[:of_tensors])["x"], dims[layer.arrays.index("x")]
+        steps = x.shape[0] if axis is None else x.movedim(axis, 0).shape[1]
+        many = None in made and info.batch_size > ELEMENTS_A_STEP * steps
+        if many or not info.batch_size:
+
+            def stepped(*arrays: Tensor) -> tuple[Tensor, ...]:
+                tensors, _, arriving = _parts(arrays, counts)
+                return by_steps(text, hyper, there, needs, tensors, arriving)
+
+            gradients = torch.func.vmap(stepped, dims)(*arrays)
+            return gradients, (0,) * len(gradients)
+        run = functools.partial(Backward.apply, *inputs[:5])
+        return _elements(run, layer, info.batch_size, dims, rows, arrays, made)
+
+
+def by_steps(
+    text: str, hyper: Sequence[float], there: Sequence[bool], needs: Sequence[bool],
+    tensors: Sequence[Tensor], arriving: Sequence[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The results of ``anycell::backward`` by torch's operations."""
+    layer, arrays = ops.unpack(tensors, text, hyper)
+    names = list(itertools.compress(layer.arrays, needs))
+
+    def reached(*some: Tensor) -> tuple[Tensor, ...]:
+        """The outputs and final states whose gradients arrive."""
+        output, final, _ = composite(layer, {**arrays, **dict(zip(names, some, strict=True))})
+        return tuple(itertools.compress((output, *final), there))
+
+    def derive() -> tuple[Tensor, ...]:
+        pull: Any = torch.func.vjp(reached, *[arrays[name] for name in names])[1]
+        gradients: tuple[Tensor, ...] = pull(tuple(arriving))
+        return gradients
+
+    return enter(layer.cell, "backward", derive)
+
+
+def _parts(arrays: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
+    """The tensors of a call, what it has kept, and the gradients that arrive."""
+    first, second = counts[0], sum(counts)
+    return [arrays[:first], arrays[first:second], arrays[second:]]
+
+
+# -- elements of a vmap ----------------------------------------------------------------------------
+
+
+def _row_axes(
+    layer: Layer, tensors: Sequence[Tensor], dims: Sequence[int | None]
+) -> list[int | None]:
+    """``row_axis`` of each tensor of an element."""
+    triples = zip(layer.arrays, tensors, dims, strict=False)
+    return [row_axis(name, t.dim() - (axis is not None)) for name, t, axis in triples]
+
+
+def _elements(
+    run: Callable[..., tuple[Tensor, ...]],
+    layer: Layer,
+    count: int,
+    dims: Sequence[int | None],
+    rows: Sequence[int | None],
+    arrays: Sequence[Tensor],
+    results: Sequence[int | None] = (),
+) -> Elements:
+    """The results of ``run`` for each of ``count`` elements, and their axes of elements.
+
+    Args:
+        dims: the axis of the elements in each array.
+        rows: the axis of the rows in an array of one element.
+        results: the same for each result; by default the second.
+    """
+    differ = [axis for axis, rows_at in zip(dims, rows, strict=True) if rows_at is None]
+    # Each element has the same random masks.
+    if {*differ} <= {None} and None not in results and not draws(layer):
+        made = run(*map(functools.partial(_join, count), arrays, dims, rows))
+        axes = tuple(axis for axis in results if axis is not None) or (1,) * len(made)
+        pairs = zip(made, axes, strict=True)
+        return tuple(t.unflatten(n, (count, t.shape[n] // count)) for t, n in pairs), axes
+    parts = [
+        [t] * count if axis is None else t.movedim(axis, 0).unbind()
+        for t, axis in zip(arrays, dims, strict=True)
+    ]
+    each = [run(*one) for one in zip(*parts, strict=True)]
+    return tuple(map(torch.stack, zip(*each, strict=True))), (0,) * len(each[0])
+
+
+def _join(count: int, array: Tensor, axis: int | None, rows: int | None) -> Tensor:
+    """An array with the rows of all elements."""
+    if rows is None:
+        return array
+    every = array.expand(count, *array.shape) if axis is None else array.movedim(axis, 0)
+    return every.movedim(0, rows).flatten(rows, rows + 1)
+
+
+ops.library.impl("forward", forward, "Autograd")
