@@ -5,7 +5,7 @@ about a name that a module lacks, the names near to it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 
@@ -14,6 +14,13 @@ def refuse(
 ) -> NoReturn:
     """Raises the error about an argument."""
     raise error(f"{name}: given {given}; expected {expected}. {hint}".rstrip())
+
+
+def did_you_mean(name: str, names: Iterable[str], near: float = 0.6) -> str:
+    """The hint that ``name`` is one of ``names`` misspelt, or "" if none is near."""
+    lowered = {other.lower(): other for other in names}
+    close = difflib.get_close_matches(name.lower(), lowered, 1, near)
+    return f"Did you mean {lowered[close[0]]}?" if close else ""
 
 
 def missing(module: str, names: Collection[str]) -> Callable[[str], NoReturn]:

@@ -21,7 +21,6 @@ from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
     boolean,
     check_cell,
-    check_names,
     check_one_direction,
     check_options,
     check_sizes,
@@ -116,17 +115,15 @@ class RNN(Explained):
         **sizes: Unpack[SizeArguments],
     ) -> None:
         check_cell(cell, " The body of a lax.scan is for anycell.jax.scan.")
-        check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
-        self.cell = cell
+        self.cell, self.sizes = cell, check_sizes(cell, hidden_size, sizes)
         self.input_size = integer("input_size", input_size)
-        self.hidden_size = integer("hidden_size", hidden_size)
+        self.hidden_size = self.sizes["H"]
         self.num_layers = integer("num_layers", num_layers)
         self.bias = boolean("bias", bias) and cell.bias
         self.batch_first = boolean("batch_first", batch_first)
         self.dropout = number("dropout", dropout, 0.0, 1.0)
         self.bidirectional = boolean("bidirectional", bidirectional)
         self.checkpoint = check_checkpoint(checkpoint)
-        self.sizes = check_sizes(cell, self.hidden_size, sizes)
         if self.dropout and self.num_layers == 1:
             message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
             warnings.warn(message, stacklevel=2)

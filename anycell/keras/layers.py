@@ -41,6 +41,7 @@ from anycell.lang.cell import Cell
 from anycell.layer.checks import declared_sizes, refuse
 from anycell.layer.layers import NOTHING
 from anycell.plan import Engine, Layer, Options
+from anycell.refusal import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -600,7 +601,8 @@ class RNN(Fused, keras.layers.RNN):
     def _refuse_unknown(self, cell: Cell, named: Mapping[str, Any]) -> None:
         known = {*inspect.signature(RNNCell).parameters, *declared_sizes(cell)}
         for name in sorted(named.keys() - known):
-            remedy = f"Arguments are those of {type(self).__name__} and RNNCell."
+            remedy = did_you_mean(name, sorted(known.union(_OF_THE_LAYER, _OF_BOTH)))
+            remedy = remedy or f"Arguments are those of {type(self).__name__} and RNNCell."
             if name in (*cell.hyper, *cell.structure):
                 remedy = f"The cell takes it: write {cell.name}({name}={named[name]!r})."
             raise ValueError(

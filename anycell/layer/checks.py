@@ -5,7 +5,6 @@ Every error says what was given, what was expected, and what to do.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from anycell.lang.cell import ONE, Cell
 from anycell.lang.declare import RESERVED
 from anycell.plan import ARRAYS, OF_CALL, OPTIONS
+from anycell.refusal import did_you_mean
 from anycell.refusal import refuse as refuse
 
 MOST = (1 << 31) - 1  # the largest size; frameworks report products of sizes that are too large
@@ -154,25 +154,29 @@ def declared_sizes(cell: Cell) -> list[str]:
 
 def check_names(cell: Cell, sizes: Mapping[str, Any]) -> None:
     """Refuses keywords that are not sizes of the cell."""
-    declared = declared_sizes(cell)
+    declared, of_cell = declared_sizes(cell), [*cell.hyper, *cell.structure]
     for name in sorted(sizes.keys() - declared):
         has = f"only the sizes {', '.join(declared)}" if declared else "no sizes"
         expected = f"no such argument: cell {cell.name} declares {has} besides H"
-        close = difflib.get_close_matches(name, [*declared, *sorted(RESERVED)], 1, 0.8)
-        hint = f"Did you mean {close[0]}?" if close else "Check the spelling."
-        if name in RESERVED:
+        hint = "Check the spelling."
+        if name in of_cell:
+            hint = f"The cell takes it: {cell.name}({name}={sizes[name]!r})."
+        elif name in RESERVED:
             hint = "Leave it out: layers of other frameworks take it."
+        elif meant := did_you_mean(name, [*declared, *of_cell, *sorted(RESERVED)], 0.8):
+            expected, hint = "no such argument", meant
         refuse(name, repr(sizes[name]), expected, hint, TypeError)
 
 
-def check_sizes(cell: Cell, hidden_size: int, sizes: Mapping[str, Any]) -> dict[str, int]:
+def check_sizes(cell: Cell, hidden_size: Any, sizes: Mapping[str, Any]) -> dict[str, int]:
     """Returns the sizes of all symbols of a cell: H, and the sizes given by keyword.
 
     Raises:
         TypeError, ValueError: for sizes that are unknown, missing, not positive integers, or not
             divisible by the heads or groups of the cell.
     """
-    check_names(cell, sizes)
+    check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
+    hidden_size = integer("hidden_size", hidden_size)
     if not cell.gates:
         expected = "a cell with a gate, by which the input enters it"
         hint = "recurrence(cell, ...) runs it, on gates [T, B, 0]."
@@ -231,10 +235,8 @@ def _option(
         parameters = inspect.signature(function).parameters.values() if function else ()
         others = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
         known = list(dict.fromkeys([*others, *names]))
-        close = difflib.get_close_matches(name, known, 1)
-        if name in ("hx", "initial_state") and "state" in known:
-            close = ["state"]
-        hint = f"Did you mean {close[0]}?" if close else "Leave it out."
+        meant = "state" if name in ("hx", "initial_state") else name
+        hint = did_you_mean(meant, known) or "Leave it out."
         expected = f"no such argument; this call takes {', '.join(known)}"
         refuse(name, describe(value), expected, hint, TypeError)
     match OPTIONS[name].kind:

@@ -108,9 +108,9 @@ class RNN(Explained, base.Layer):
         **sizes: Unpack[SizeArguments],
     ) -> None:
         check.check_cell(cell, " A step in NumPy is for anycell.numpy.loop.")
-        self.cell = cell
+        self.cell, self.sizes = cell, check.check_sizes(cell, hidden_size, sizes)
         self.input_size = check.integer("input_size", input_size)
-        self.hidden_size = check.integer("hidden_size", hidden_size)
+        self.hidden_size = self.sizes["H"]
         self.num_layers = check.integer("num_layers", num_layers)
         self.bias = check.boolean("bias", bias) and cell.bias
         self.batch_first = check.boolean("batch_first", batch_first)
@@ -118,7 +118,6 @@ class RNN(Explained, base.Layer):
         self.bidirectional = check.boolean("bidirectional", bidirectional)
         self.dtype = check.real_dtype("dtype", dtype)
         self.checkpoint = check_checkpoint(checkpoint)
-        self.sizes = check.check_sizes(cell, self.hidden_size, sizes)
         self._generator = check.generator("seed", seed)
         self.grad_static: Array | None = None
         self.grad_reset_state: State | None = None

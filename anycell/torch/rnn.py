@@ -17,7 +17,6 @@ from anycell.layer import check_checkpoint, parameters
 from anycell.layer.checks import (
     boolean,
     check_cell,
-    check_names,
     check_sizes,
     describe,
     integer,
@@ -64,9 +63,8 @@ class OfCell(Explained, nn.Module):
             expected = f"a cell, which anycell.torch.{name} takes first"
             refuse("cell", describe(cell), expected, hint, TypeError)
         check_cell(cell, " A module that a loop calls is for anycell.torch.loop.")
-        check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
+        self.sizes = check_sizes(cell, hidden_size, sizes)
         self.input_size = integer("input_size", input_size)
-        self.sizes = check_sizes(cell, integer("hidden_size", hidden_size), sizes)
         self.cell, self.hidden_size = cell, self.sizes["H"]
         register(cell)
         self.bias = boolean("bias", bias) and cell.bias

@@ -780,6 +780,8 @@ def test_refusals() -> None:
         ak.RNN(cells.LSTMP, 4)
     with pytest.raises(ValueError, match="P"):
         ak.RNN(cells.LSTM, 4, P=3)
+    with pytest.raises(ValueError, match=r"'return_sequence'\. Did you mean return_sequences\?"):
+        ak.RNN(cells.LSTM, 4, return_sequence=True)
     with pytest.raises(ValueError, match=r"static: given None; expected \[B, 4\]"):
         ak.RNN(cells.EALSTM, 4)(np.zeros((2, 3, 1), "float32"))
 

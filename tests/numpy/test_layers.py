@@ -605,11 +605,18 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lstm(dropuot=0.1), TypeError, "unexpected keyword argument 'dropuot'"),
     (
         lambda: an.RNN(cells.LSTM, 3, 4, dropuot=0.1), TypeError,
-        r"dropuot: given 0.1; .*cell LSTM declares no sizes besides H. Did you mean dropout",
+        r"dropuot: given 0.1; expected no such argument. Did you mean dropout\?",
     ),
     (
         lambda: an.RNN(cells.LSTM, 3, 4, units=4), TypeError,
         r"units: given 4; expected no such argument.* Leave it out: layers of other frameworks",
+    ),
+    (lambda: an.RNN(Odd, 3, 4, p=2), TypeError, r"^p: given 2; .* Did you mean P\?"),
+    (lambda: an.RNN(cells.LSTM, 3, hiden_size=4), TypeError, r"^hiden_size: .* mean hidden_size\?"),
+    (lambda: an.PeepholeLSTM(3, 4, coupld=True), TypeError, r"^coupld: .* Did you mean coupled\?"),
+    (
+        lambda: an.RNN(cells.PeepholeLSTM, 3, 4, coupled=True), TypeError,
+        r"coupled: .* The cell takes it: PeepholeLSTM\(coupled=True\)",
     ),
     (lambda: an.RNN(Odd, 3, 4), TypeError, r"P: given nothing; .*size P that cell Odd"),
     (lambda: initializers.orthogonal((3,), None), ValueError, r"shape: given \(3,\), expected"),
