@@ -53,6 +53,11 @@ class Steps(NamedTuple):
     def leaves_of(self, state: Any) -> tuple[list[Any], Any]:
         """The leaves of a state of the module's, with the batch first, and its structure."""
         leaves, tree = pytree.tree_flatten(state)
+        if tree != self.state_tree:
+            first = pytree.tree_unflatten(self.state, self.state_tree)
+            places, named = (dict(pytree.tree_leaves_with_path(t)) for t in (first, state))
+            if named.keys() == places.keys() and [*named] != [*places]:  # keys in another order
+                leaves, tree = [named[place] for place in places], self.state_tree
         return self._swapped(leaves), tree
 
     def _swapped(self, leaves: Sequence[Any]) -> list[Any]:
@@ -118,7 +123,7 @@ def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
         torch.stack(parts) if isinstance(parts[0], Tensor) else parts[-1]
         for parts in map(list, zip(*outputs, strict=True))
     ]
-    return pytree.tree_unflatten(series, tree), state
+    return pytree.tree_unflatten(series, tree), call.state_of(*call.leaves_of(state))
 
 
 def _zeros(leaf: Any) -> Any:

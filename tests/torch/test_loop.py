@@ -352,6 +352,33 @@ def test_warm_calls_with_states_in_a_dictionary() -> None:
     check_trees(layer(x, turned)[0], by_hand(module)(x, turned)[0])
 
 
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_a_state_whose_keys_come_back_in_another_order(engine: str) -> None:
+    cell, x = nn.LSTMCell(I, H), torch.randn(T, B, I)
+
+    class Named(nn.Module):
+        def __init__(self, order: str) -> None:
+            super().__init__()
+            self.cell, self.order = cell, order
+
+        def forward(self, x: Tensor, state: Any) -> Any:
+            if engine == "torch" and x.sum() == 0:  # which cannot be read
+                return x, state
+            new = dict(zip("hc", self.cell(x, (state[0]["h"], state[0]["c"])), strict=True))
+            return new["h"], ({name: new[name] for name in self.order},)
+
+    state, restored = {"h": torch.randn(B, H), "c": torch.randn(B, H)}, torch.randn(2, B, H)
+    further: Any = {"mask": torch.rand(T, B) < 0.5, "resets": torch.rand(T, B) < 0.5}
+    further["reset_state"] = [{"c": restored[0], "h": restored[1]}]
+    right, turned = loop(Named("hc")), loop(Named("ch"))
+    for arguments in ({}, further):
+        (y, (last,)), its = right(x, [state], **arguments), turned(x, [state], **arguments)
+        check_trees(its, (y, [last]))
+        assert turned.engine.name == right.engine.name == engine
+    further = {**further, "mask": None, "resets": torch.ones(1, B)}
+    check_trees(turned(x[:1], [state], **further)[0][0], cell(x[0], (restored[1], restored[0]))[0])
+
+
 class Spelled(nn.Module):
     """A cell of square matrices, each a parameter or its transpose, as they are or joined rows."""
 
