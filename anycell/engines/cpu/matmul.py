@@ -54,8 +54,8 @@ from anycell.engines.cpu.table import Entries
 from anycell.plan import LINE
 
 Places = tuple[int, ...]
-# How many bytes of packed weights prefetching runs ahead of multiplying, with 16 registers. With 32 a
-# block reads every line, which the hardware follows by itself, and one or two rows faster.
+# How many bytes of packed weights prefetching runs ahead of multiplying, with 16 registers. With 32
+# a block reads every line, which the hardware follows by itself, and one or two rows faster.
 AHEAD = 2 << 10
 ROUNDING = 1.5 * 2**23  # a float32 plus this number is rounded to an integer
 # Arguments of a packing function: the weight, its strides, two biases, the destination, the length
