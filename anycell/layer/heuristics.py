@@ -28,14 +28,11 @@ FEW_ROWS_IN_PAIRS = 4
 PAIRED_ROWS_A_VECTOR = 0.125
 FEW_ROWS_UNFUSED = 3  # without fused multiply-adds packing takes a smaller part of the time
 # Steps of a call of one row up to which packing does not pay off, and bytes of both weights for
-# each of these steps: packed, small weights stay in a near cache. Packing integers takes longer.
-UNPACKED_STEPS = 32
-UNPACKED_BYTES = 1 << 16
-UNPACKED_BYTES_OF_INTEGERS = 1 << 11
-# The same where no instruction adds up four products of integers, which takes longer with packed
-# weights than with those that are stored.
-UNPACKED_STEPS_IN_PARTS = 64
-UNPACKED_BYTES_IN_PARTS = 1 << 12
+# each of these steps: packed, small weights stay in a near cache. Packing integers pays off late
+# where no instruction adds up four of their products.
+UNPACKED_STEPS = 64
+UNPACKED_BYTES = 1 << 15
+UNPACKED_BYTES_IN_PARTS = 1 << 11
 WORTH_A_THREAD = 1 << 17  # multiply-adds of a call below which a second thread does not pay off
 WEIGHTS_SHARE = (
     0.7  # of a core's own cache for both weights of a step: the rows need room there too
@@ -111,11 +108,8 @@ def unpacked(plan: Plan, steps: int, inputs: int) -> bool:
     """Whether several steps of one row take weights as they are."""
     types = plan.types
     size = plan.gates_width * (inputs + plan.hidden_size) * types.weights.bytes
-    most = min(UNPACKED_STEPS, size // UNPACKED_BYTES)
-    if types.quantized:
-        most = min(UNPACKED_STEPS, size // UNPACKED_BYTES_OF_INTEGERS)
-        if not cpu.isa.current().dot:
-            most = max(most, min(UNPACKED_STEPS_IN_PARTS, size // UNPACKED_BYTES_IN_PARTS))
+    in_parts = types.quantized and not cpu.isa.current().dot
+    most = min(UNPACKED_STEPS, size // (UNPACKED_BYTES_IN_PARTS if in_parts else UNPACKED_BYTES))
     return _unchanged(plan) and 1 < steps <= most
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from anycell.layer.checks import refuse
 from anycell.numpy import archive, check
 from anycell.numpy.check import numpy_dtype
+from anycell.numpy.framework import on_lines
 from anycell.numpy.streaming import Again, Packed, writing
 from anycell.plan.dtype import dtypes
 
@@ -35,7 +36,7 @@ class Layer:
     def __init__(
         self, parameters: dict[str, Array], statistics: Mapping[str, Array] | None = None
     ) -> None:
-        self._parameters = parameters
+        self._parameters = {name: on_lines(array) for name, array in parameters.items()}
         self._statistics = dict(statistics or {})
         self._grads: dict[str, Array] = {}
         self._prepared: Packed | None = None

@@ -17,6 +17,7 @@ from anycell.layer.framework import Framework
 from anycell.layer.products import multiply
 from anycell.layer.signature import ANY, FLAGS, MATRIX, ROWS, Shape
 from anycell.numpy import check, threads
+from anycell.plan import LINE
 
 Array = npt.NDArray[Any]
 SMALL = 1 << 18  # multiply-adds up to which NumPy's OpenBLAS stays in the calling thread
@@ -28,6 +29,17 @@ def _objects() -> int:
         return 0
     known = ctypes.c_void_p.from_address(id(array) + place).value == array.ctypes.data
     return place if known else 0
+
+
+def on_lines(array: Array) -> Array:
+    """A copy that begins with a line of the cache. NumPy's own arrays begin within one, so each
+    vector of a weight lies on two, and a step of one row takes a tenth longer.
+    """
+    room = np.empty(array.nbytes + LINE, np.uint8)
+    first = -room.ctypes.data % LINE
+    copy = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 class Numpy(Framework):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from anycell.layer.rounding import described, rounded_weights
+from anycell.numpy.framework import on_lines
 from anycell.numpy.layers import RNN
 from anycell.plan import Options, Plan, plan
 
@@ -25,7 +26,8 @@ class Quantized(RNN):
 
     def __init__(self, layer: RNN) -> None:
         self.__dict__.update(layer.__getstate__())
-        self._parameters = rounded_weights({n: a.copy() for n, a in layer.parameters.items()})
+        arrays = rounded_weights(layer.parameters)
+        self._parameters = {name: on_lines(array) for name, array in arrays.items()}
         assert self.plan.engine == "cpu"
 
     error: float | None = None

@@ -50,6 +50,7 @@ from anycell import (
 )
 from anycell.engines import cpu, reference
 from anycell.engines.cpu import isa
+from anycell.engines.cpu.ir import Module
 from anycell.engines.cpu.layout import Layout
 from anycell.engines.cpu.matmul import Blocks
 from anycell.lang.expr import Expr
@@ -346,6 +347,18 @@ def test_few_rows_take_all_columns_at_once() -> None:
 
     assert few(cells.LSTM, 16) == 2
     assert few(cells.LSTM, 32) == few(cells.GRU, 16) == 0
+
+
+@pytest.mark.parametrize(
+    ("registers", "units", "ahead"), [(16, 96, True), (16, 8, False), (32, 96, False)]
+)
+def test_packed_weights_are_fetched(registers: int, units: int, ahead: bool) -> None:
+    """Ahead, where a register block reads every other line of weights beyond the near cache."""
+    target = replace(isa.current(), registers=registers, tiles="")
+    layout = Layout(plan(cells.LSTM, units), False, target)
+    module = Module(target, "float")
+    Blocks(layout, layout.matmuls[0]).print(module)
+    assert ("@llvm.prefetch" in str(module)) == ahead
 
 
 @cell(gates="g", state="h c", params="gain=1 shift=0")

@@ -232,8 +232,6 @@ THRESHOLDS = {
         "FEW_ROWS_UNFUSED": None,
         "UNPACKED_STEPS": None,  # both sides: test_projection
         "UNPACKED_BYTES": "steps of one row",
-        "UNPACKED_BYTES_OF_INTEGERS": None,
-        "UNPACKED_STEPS_IN_PARTS": None,
         "UNPACKED_BYTES_IN_PARTS": None,
         "WORTH_A_THREAD": "several threads",
     },

@@ -165,7 +165,7 @@ def test_which_steps_of_one_row_are_packed() -> None:
     large, small = plan(cells.LSTM, 256), plan(cells.LSTM, 64)
     assert unpacked(large, 2, 256) and unpacked(large, many, 256)
     assert not unpacked(large, many + 1, 256) and not unpacked(large, 1, 256)
-    assert unpacked(small, 2, 64) and not unpacked(small, 3, 64)
+    assert unpacked(small, 4, 64) and not unpacked(small, 5, 64)
     assert not unpacked(plan(cells.LSTM, 256, "bfloat16"), 2, 256)
 
 
@@ -175,9 +175,9 @@ def test_which_steps_of_integers_are_packed(isa: str) -> None:
     unpacked, many = layers.heuristics.unpacked, layers.heuristics.UNPACKED_STEPS
     large, small = plan(cells.LSTM, 256, "int8"), plan(cells.LSTM, 128, "int8")
     with cpu.isa.force(isa) as target:
-        most = many if target.dot else layers.heuristics.UNPACKED_STEPS_IN_PARTS
-        assert unpacked(large, most, 256) and not unpacked(large, most + 1, 256)
-        assert unpacked(small, many, 128) and not unpacked(small, many + 1, 128)
+        for layer, inputs, steps in ((large, 256, 16), (small, 128, 4)):
+            most = steps if target.dot else many
+            assert unpacked(layer, most, inputs) and not unpacked(layer, most + 1, inputs)
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
@@ -188,10 +188,9 @@ def test_bits_of_integers_without_packing(
 ) -> None:  # fmt: skip
     """A single step of few rows, and few steps of one row, have the bits of packed weights."""
     monkeypatch.setattr(layers.heuristics, "WORTH_A_THREAD", 0)
-    monkeypatch.setattr(layers.heuristics, "UNPACKED_BYTES_OF_INTEGERS", 1)
+    monkeypatch.setattr(layers.heuristics, "UNPACKED_BYTES", 1)
     monkeypatch.setattr(layers.heuristics, "UNPACKED_BYTES_IN_PARTS", 1)
     few, most = layers.heuristics.few, layers.heuristics.UNPACKED_STEPS
-    most = most if current().dot else layers.heuristics.UNPACKED_STEPS_IN_PARTS
     for n, (shape, how, single) in enumerate((
         ((1, 1, 33), {}, True), ((1, 4, 33), {}, True), ((1, 3, 300), {}, True),
         ((1, 2, 33), {"masked": True, "reverse": True}, True),

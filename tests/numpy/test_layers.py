@@ -22,9 +22,11 @@ from tolerances import assert_close, is_slope
 import anycell
 import anycell.numpy as an
 from anycell import cell, cells, keep, sigmoid, tanh
+from anycell.compress import quantize
 from anycell.engines import cpu
 from anycell.numpy import base, initializers, passes
 from anycell.numpy.streaming import Packed
+from anycell.plan import LINE
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,6 +197,13 @@ def test_initial_values() -> None:
     name = "weight_hh_l1"
     assert np.array_equal(layer.parameters[name], again.parameters[name])
     assert not np.array_equal(layer.parameters[name], other.parameters[name])
+
+
+def test_parameters_begin_with_a_line_of_the_cache() -> None:
+    """Also in 8 bits, whose arrays are others."""
+    layers = an.LSTM(5, 7, 2), an.Dense(3, 9), quantize(an.GRU(5, 7))
+    arrays = [array for layer in layers for array in layer.parameters.values()]
+    assert [array.ctypes.data % LINE for array in arrays] == [0] * len(arrays)
 
 
 def test_initial_values_of_torch() -> None:

@@ -27,7 +27,7 @@ in the order of the arrays, even if a direction is reversed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from anycell.engines.cpu import gemm, jit
 from anycell.engines.cpu.gemm import Gemm
 from anycell.engines.cpu.geometry import ROW_HEADER
 from anycell.engines.cpu.idioms import dot, widen
-from anycell.engines.cpu.ir import Builder, Target, Value, integer_of, vector
+from anycell.engines.cpu.ir import Builder, Target, Value, element_bits, integer_of, vector
 from anycell.engines.cpu.matmul import masked_numbers, whole_chunks
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
@@ -102,7 +102,8 @@ class Driver:
         """Adds ``execute``, ``run``, ``room`` and the functions that they call."""
         self._sum()
         self._gather()
-        self._few()
+        self._few("one_row", single=True)
+        self._few("few_rows", single=False)
         if self.blas:
             self._blas()
         self._product()
@@ -230,7 +231,8 @@ class Driver:
         with b.when(kind.eq(FEW) | kind.eq(UNSCALED)):
             if self.matmul.quantized:
                 self._round_rows(b, call, kind.eq(UNSCALED))
-            b.call("gang", gang, Value("@few_rows", "ptr"), scratch, threads)
+            one, several = (Value(f"@{name}", "ptr") for name in ("one_row", "few_rows"))
+            b.call("gang", gang, b.select(rows.eq(1), one, several), scratch, threads)
         if self.blas:
             with b.when(kind.eq(BLAS)):
                 b.call("blas", table.pointer("blas"), scratch)
@@ -319,14 +321,18 @@ class Driver:
                 b.store(b.load(header, b.real), last)
         call["a"], call["a_rows"], call["unscaled"] = call["scratch"], row, b.zext(unscaled, "i64")
 
-    def _few(self) -> None:
+    def _few(self, name: str, single: bool) -> None:
         """Multiplies few dense rows of A by B, which is not packed: a block of rows reads it once.
+        A ``single`` row has a function of its own, whose addresses stay in registers.
         Threads share the columns. The bits of an element depend only on its row and its column. If
         the rows of B are dense, or B has integers, whose columns are dense, they are the matmul's;
         else each lane adds up a part of the sum.
         """
-        b, call, first, last = self._part("few_rows", "columns")
+        b, call, first, last = self._part(name, "columns")
         a, into, integers = call.pointer("a"), call.pointer("c"), self.matmul.quantized
+        # Read once: a block of columns is short.
+        table = {name: call[name] for name in "rows inner b_columns add turned unscaled".split()}
+        table |= {name: call.pointer(name) for name in ("b", "scales")}
         number, dots = ("i8", self._integer_dots) if integers else (self.left, self._dots)
 
         def blocks(
@@ -335,8 +341,10 @@ class Driver:
             """Cuts the rows into blocks of up to ``most``: prints each size from the addresses of
             its rows of A and of its results, which begin in ``column``.
             """
-            with b.loop(0, call["rows"], most) as begin:
-                count = b.smin(call["rows"] - begin, most)
+            if single:
+                return print_block([a], [b.gep(into, column)])
+            with b.loop(0, table["rows"], most) as begin:
+                count = b.smin(table["rows"] - begin, most)
                 for n in range(1, most + 1):
                     with b.when(count.eq(n)):
                         rows = [begin + r for r in range(n)]
@@ -354,8 +362,8 @@ class Driver:
             whole = first + (last - first) // block * block
             for begin, end, count in ((first, whole, block), (whole, last, 1)):
                 with b.loop(begin, end, count) as column:
-                    column = b.select(call["turned"].ne(0), begin + end - count - column, column)
-                    blocks(most, column, functools.partial(dots, b, call, column, count))
+                    column = b.select(table["turned"].ne(0), begin + end - count - column, column)
+                    blocks(most, column, functools.partial(dots, b, table, column, count))
         if integers:
             return
         with otherwise:
@@ -365,7 +373,7 @@ class Driver:
                 each = functools.partial(self._rows_of_b, b, call, column, vectors, left)
                 blocks(most, column, each)
 
-            with b.when(call["rows"].eq(1)):  # for which registers hold more columns
+            if single:  # for which registers hold more columns
                 rest.value = first + (last - first) // (2 * width) * (2 * width)
                 with b.loop(first, rest.value, 2 * width) as column:
                     across(1, column, 2 * BLOCK)
@@ -380,49 +388,47 @@ class Driver:
                         across(most, column, BLOCK // 2, left)
 
     def _dots(
-        self, b: Builder, call: Entries, column: Value, count: int, rows: list[Value],
+        self, b: Builder, table: Mapping[str, Value], column: Value, count: int, rows: list[Value],
         results: list[Value],
     ) -> None:  # fmt: skip
         """Multiplies rows by ``count`` dense columns of B; lanes are added up last."""
-        inner, apart = call["inner"], call["b_columns"]
-        columns = [b.gep(call.pointer("b"), (column + n) * apart, self.right) for n in range(count)]
+        inner = table["inner"]
+        columns, fetch = _columns(b, table, column, count, self.right)
         sums = [[b.variable(0.0, b.vec) for _ in columns] for _ in rows]
 
         def add(k: Value, mask: Value | None) -> None:
             lefts = [self._numbers(b, b.gep(row, k, self.left), mask, self.left) for row in rows]
             for n, at in enumerate(columns):
-                b.prefetch(b.gep(at, apart * BLOCK + k, self.right))  # the block of columns ahead
                 right = self._numbers(b, b.gep(at, k, self.right), mask, self.right)
                 for left, of_row in zip(lefts, sums, strict=True):
                     of_row[n].value = b.fma(left, right, of_row[n].value)
 
         whole = inner // b.lanes * b.lanes
         with b.loop(0, whole, b.lanes) as k:
+            fetch(k, b.lanes)
             add(k, None)
         with b.when(whole < inner):
             add(whole, b.lane_mask(inner - whole))
         for of_row, to in zip(sums, results, strict=True):
             totals = b.reduce_each([sum_.value for sum_ in of_row])
             total = b.variable(totals, totals.type)
-            with b.when(call["add"].ne(0)):
+            with b.when(table["add"].ne(0)):
                 total.value += b.load(to, total.type)
             b.store(total.value, to)
 
     def _integer_dots(
-        self, b: Builder, call: Entries, column: Value, count: int, rows: list[Value],
+        self, b: Builder, table: Mapping[str, Value], column: Value, count: int, rows: list[Value],
         results: list[Value],
     ) -> None:  # fmt: skip
         """Multiplies rows of integers by ``count`` dense columns of B. Sums are exact, and cut as
         the matmul's, or, unscaled, not at all, as a kernel's.
         """
-        inner, apart, width = call["inner"], call["b_columns"], 4 * b.lanes
+        inner, apart, width = table["inner"], table["b_columns"], 4 * b.lanes
         kind, signs = vector(width, "i8"), whole_chunks(inner, LINE)
-        columns = [b.gep(call.pointer("b"), column * apart, "i8")]
-        for _ in range(count - 1):  # an addition each, not a product
-            columns.append(b.gep(columns[-1], apart, "i8"))
-        scales = b.load(b.gep(call.pointer("scales"), column), vector(count, b.real))
+        columns, fetch = _columns(b, table, column, count, "i8")
+        scales = b.load(b.gep(table["scales"], column), vector(count, b.real))
         numbers = [b.gep(row, ROW_HEADER) for row in rows]
-        unscaled, length = call["unscaled"].ne(0), b.smax(inner, 1)
+        unscaled, length = table["unscaled"].ne(0), b.smax(inner, 1)
         with b.loop(0, length, b.select(unscaled, length, gemm.INNER)) as begin:
             end = b.smin(begin + b.select(unscaled, length, gemm.INNER), inner)
             sums = [[b.variable(0, b.ivec) for _ in columns] for _ in rows]
@@ -443,6 +449,7 @@ class Driver:
 
             whole = begin + (end - begin) // width * width
             with b.loop(begin, whole, width) as k:
+                fetch(k, width)
                 add(k)
             # The last vector begins early: masks of bytes are slow. Nothing lies before the first.
             left = end - whole
@@ -459,7 +466,7 @@ class Driver:
                 with b.when(~unscaled):
                     scale = b.splat(b.load(row, b.real), count)
                     total.value = b.fma(total.value, scale, b.value(0.0, scale.type))
-                with b.when((begin > 0) | call["add"].ne(0)):
+                with b.when((begin > 0) | table["add"].ne(0)):
                     total.value = b.load(to, total.type) + total.value
                 b.store(total.value, to)
 
@@ -569,6 +576,26 @@ def _integer_row(inner: Value) -> Value:
     """Bytes of a row of so many integers after its header, see ``_round_rows``."""
     signs = whole_chunks(inner, LINE)  # vectors are read whole
     return signs + signs + whole_chunks(signs // LINE, LINE) + LINE
+
+
+def _columns(
+    b: Builder, table: Mapping[str, Value], column: Value, count: int, number: str
+) -> tuple[list[Value], Callable[[Value, int], None]]:
+    """The addresses of ``count`` dense columns of B; and a function that prefetches as much of the
+    columns after them as a vector of each holds, in the order of addresses, which the hardware
+    follows.
+    """
+    apart = table["b_columns"]
+    columns = [b.gep(table["b"], column * apart, number)]
+    for _ in range(count - 1):  # an addition each, not a product
+        columns.append(b.gep(columns[-1], apart, number))
+    after = b.gep(columns[0], b.select(table["turned"].ne(0), -count, count) * apart, number)
+
+    def fetch(k: Value, lanes: int) -> None:
+        for n in range(0, count * lanes, LINE * 8 // element_bits(number)):
+            b.prefetch(b.gep(after, k * count + n, number))
+
+    return columns, fetch
 
 
 def _of_negative(b: Builder, numbers: Value, signs: Value, begin: Value) -> Value:
