@@ -32,6 +32,7 @@ from anycell.plan.step import evaluate, frame
 
 States = Sequence[Array]  # an entry may be None
 Values = dict[Expr, Array]
+_GATES = Expr("x", (), ())  # all of them
 
 
 class Gradients(NamedTuple):
@@ -67,6 +68,8 @@ class Recurrence:
         direction: its number, for ``options.reverse`` and the random masks.
         begin: the time of the first step, for the random masks.
         uniform: draws their numbers; it takes what ``philox.uniform`` takes.
+        kernels: the transposed weights of the matmuls that are done for all outputs at once; made
+            of ``weights``.
     """
 
     layer: Layer
@@ -83,18 +86,25 @@ class Recurrence:
     direction: int = 0
     begin: Any = 0
     uniform: Callable[..., Array] = philox.uniform
+    kernels: Mapping[str, Array] | None = None
 
     def __post_init__(self) -> None:
         self.cell, self.size = self.layer.cell, {ONE: 1, **dict(self.layer.sizes)}
         self.xp = namespace(self.gates_x)
         self.steps, self.rows, _ = self.gates_x.shape
-        self.places = self.cell.places(self.size)
         self.order = topological(self.cell.next)
         self.blocks: dict[tuple[str, str], Array] = {}
         self.zero, self.one = self._number(0.0), self._number(1.0)
         mask, apart = self.mask is not None, self.layer.options.apart(True)
         self.frame = frame(mask, self.resets is not None, apart)
         self.ops = {"where": self.xp.where, "add": operator.add, "const": self._number}
+        if self.kernels is None:  # with a mask, gates may have operands of their own
+            masked = self.recurrent_mask is not None
+            self.kernels = {
+                l.name: self.xp.swapaxes(self.weights[l.weight], -1, -2)
+                for l in self.cell.linears
+                if l.heads == 1 and not (masked and l.recurrent)
+            }
 
     # -- the loop --------------------------------------------------------------------------------
     @functools.cached_property
@@ -199,7 +209,7 @@ class Recurrence:
                     name = l.operand.attrs[0]
                     d_old[name] = d_old[name] + self._transposed(l, d)
                 for output in l.outputs:
-                    operand = self._operand(l, output, t, values)
+                    operand = self._entering(l, t, values) * self._recurrent(l, output)
                     tape.setdefault((l.name, output), []).append((d[output], operand))
 
             d_held = self._framed("d_held", t, **arriving)
@@ -250,11 +260,11 @@ class Recurrence:
             case "static":
                 return self._guard(t, self._rows(self.static, self.cell.static_size))
             case "x":
-                return self._guard(t, self._gate(t, node.attrs[0]))
+                return self._guard(t, self._gate(node.attrs[0], t, values))
             case "linear":
                 return self._guard(t, self._linear(node, t, values))
             case "preact":
-                fused = self._gate(t, node.attrs[1]) + self._linear(node, t, values)
+                fused = self._gate(node.attrs[1], t, values) + self._linear(node, t, values)
                 return self._guard(t, fused)
             case "linear_t":
                 l = self._matmul(node.attrs[0])
@@ -288,21 +298,35 @@ class Recurrence:
     def _matmul(self, name: str) -> Linear:
         return next(l for l in self.cell.linears if l.name == name)
 
-    def _gate(self, t: int, gate: str) -> Array:
-        return self.gates[t][:, self.places[gate]]
+    def _gate(self, gate: str, t: int, values: Values) -> Array:
+        """The input projection of a gate."""
+        if _GATES not in values:
+            sizes = [self.size[size] for size in self.cell.gate_sizes.values()]
+            values[_GATES] = self.xp.split(self.gates[t], sizes)
+        return values[_GATES][self.cell.gates.index(gate)]
 
     def _linear(self, node: Expr, t: int, values: Values) -> Array:
         name, output = node.attrs
-        l = self._matmul(name)
-        weight = self.xp.swapaxes(self._block(l, output), -1, -2)
-        product = self._per_head(self._operand(l, output, t, values), weight)
+        l, kernels = self._matmul(name), self.kernels or {}
         bias = self.weights.get(l.bias_name)
-        return product if bias is None else product + bias[self._span(l, output)]
+        if name not in kernels:
+            weight = self.xp.swapaxes(self._block(l, output), -1, -2)
+            operand = self._entering(l, t, values) * self._recurrent(l, output)
+            product = self._per_head(operand, weight)
+            return product if bias is None else product + bias[self._span(l, output)]
+        every = Expr("linear", node.args, (name,))
+        if every not in values:
+            product = self.xp.matmul(self._entering(l, t, values), kernels[name])
+            sizes = [self.size[l.out_size]] * len(l.declared)
+            values[every] = self.xp.split(product if bias is None else product + bias, sizes)
+        return values[every][l.declared.index(output)]
 
-    def _operand(self, l: Linear, output: str, t: int, values: Values) -> Array:
-        """The operand that the weight of one output of a matmul multiplies."""
-        operand = self._guard(t, self._rows(values[l.operand], l.in_size))
-        return operand * self._recurrent(l, output)
+    def _entering(self, l: Linear, t: int, values: Values) -> Array:
+        """The operand of a matmul."""
+        value = values[l.operand]
+        if l.operand.op == "state":  # of all rows, and zero in masked ones
+            return value
+        return self._guard(t, self._rows(value, l.in_size))
 
     def _transposed(self, l: Linear, d: Mapping[str, Array]) -> Array:
         """The gradient of a matmul's operand from the gradients of its outputs."""

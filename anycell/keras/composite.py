@@ -7,7 +7,7 @@ loop is ``tf.while_loop`` in graphs of TensorFlow, and Python's elsewhere; but o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from keras import backend, ops
 
 from anycell.engines.reference import Recurrence
 from anycell.keras.call import INTEGERS, Arrays, Result, Tensor, dequantized, unturned
-from anycell.lang.expr import Expr
 from anycell.layer import steps
 from anycell.layer.rounding import quantized
 from anycell.layer.signature import OF_STATES
@@ -97,25 +96,13 @@ class _Seed(keras.random.SeedGenerator):
 
 @dataclass
 class _Run(Recurrence):
-    """A run for any number of rows, even if only the running graph knows the number.
+    """A run for any number of rows, even if only the running graph knows the number."""
 
-    Attributes:
-        kernels: of the matmuls that can be done for all outputs at once.
-    """
-
-    kernels: Mapping[str, Tensor] | Any = None
     uniform: Callable[..., Tensor] = _uniform
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rows = ops.shape(self.gates_x)[1]
-        if self.kernels is None:  # with a mask, gates may have operands of their own
-            masked = self.recurrent_mask is not None
-            self.kernels = {
-                l.name: ops.swapaxes(self.weights[l.weight], -1, -2)
-                for l in self.cell.linears
-                if l.heads == 1 and not (masked and l.recurrent)
-            }
 
     def _rows(self, value: Tensor, size: str) -> Tensor:
         """Adds zeros where the oracle broadcasts to a shape: XLA has no gradient of a broadcast to
@@ -125,15 +112,3 @@ class _Run(Recurrence):
         rows = self.gates_x[0] if self.state is None else self.state[0]
         zero = self.xp.zeros_like(rows[:, :1])
         return value + (zero + ops.zeros((self.size[size],), zero.dtype))
-
-    def _linear(self, node: Expr, t: int, values: Any) -> Tensor:
-        """Does one matmul for all outputs of the node's matmul; the oracle does one for each."""
-        name, output = node.attrs
-        if name not in self.kernels:
-            return super()._linear(node, t, values)
-        linear, product = self._matmul(name), Expr("linear", node.args, (name,))
-        if product not in values:
-            operand, bias = values[linear.operand], self.weights.get(linear.bias_name)
-            operand = ops.matmul(self._rows(operand, linear.in_size), self.kernels[name])
-            values[product] = operand if bias is None else operand + bias
-        return values[product][:, self._span(linear, output)]

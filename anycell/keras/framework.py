@@ -26,6 +26,7 @@ NAMESPACE = KNOWN["tensorflow"] = Namespace(
     round=tf.round,
     numbers=lambda array: array.numpy().astype(np.float64),
     steps=tf.unstack,
+    split=lambda array, sizes: tf.split(array, sizes, -1),
 )
 LINE = 64  # bytes: TensorFlow copies memory unless it begins at a multiple of this
 

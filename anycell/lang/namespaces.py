@@ -7,6 +7,7 @@ things that each spells in its own way.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,11 @@ from typing import Any
 import numpy as np
 
 Array = Any  # of any framework
+
+
+def _split(array: Array, sizes: Sequence[int]) -> Sequence[Array]:
+    ends = itertools.accumulate(sizes)
+    return [array[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Namespace:
         numbers: converts an array to a NumPy array of float64.
         softplus: a function that all exporters know; if None, ``logaddexp`` with 0 replaces it.
         steps: the parts of an array along the first axis.
+        split: the parts of these sizes of a matrix along its last axis.
         unchecked: a context in which infinity and NaN raise no warnings, as in compiled code.
     """
 
@@ -43,6 +50,7 @@ class Namespace:
     numbers: Callable[[Array], Array] = lambda array: np.asarray(array).astype(np.float64)
     softplus: Callable[[Array], Array] | None = None
     steps: Callable[[Array], Sequence[Array]] = lambda array: array
+    split: Callable[[Array, Sequence[int]], Sequence[Array]] = _split
     unchecked: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __getattr__(self, name: str) -> Any:

@@ -54,6 +54,7 @@ NAMESPACE = namespaces.KNOWN["torch"] = namespaces.Namespace(
     softplus=lambda array: torch.nn.functional.softplus(array, threshold=40.0),
     # Not by indexing: the gradient of each index would be an array of all steps.
     steps=torch.unbind,
+    split=lambda array, sizes: torch.split(array, list(sizes), -1),
 )
 
 
