@@ -116,27 +116,28 @@ class Fused(torch.autograd.Function):
         # Read once: hooks on saved tensors, such as activation checkpoints', run at each read.
         saved, ends = ctx.saved_tensors, 1 + len(layer.cell.states)
         tensors, of_step = saved[: len(needs)], type(names) is not tuple
-        given = dict(zip(range(len(needs)) if of_step else names, tensors, strict=True))
-        wanted = {name for name, need in zip(given, needs, strict=True) if need}
         if of_step:
             final = [None if d is None else d.unsqueeze(0) for d in arriving[1:ends]]
             arriving = arriving[0], *final, *arriving[ends:]
         pairs = zip(layer.sequences, arriving[ends:], strict=True)
-        inside = {name: gradient for name, gradient in pairs if gradient is not None}
+        inside = {name: gradient.resolve_neg() for name, gradient in pairs if gradient is not None}
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
         elsewhere = bool(inside) and layer.plan.engine == "gpu"
+        by_torch = stepwise(arriving, saved) or watched() or elsewhere
+        if of_step and not by_torch:
+            known = tensors, saved[len(needs) :], ctx.states, arriving[:ends], needs, inside
+            return None, None, None, *enter(layer.cell, "backward", names.backward, layer, *known)
+        given = dict(zip(range(len(needs)) if of_step else names, tensors, strict=True))
+        wanted = {name for name, need in zip(given, needs, strict=True) if need}
         gradients: Mapping[Any, Tensor | None]
-        if stepwise(arriving, saved) or watched() or elsewhere:
+        if by_torch:
             run: Any = differentiable
             lay = (lambda given: layered(names.enter([*given.values()]))) if of_step else dict
             gradients = enter(layer.cell, "backward", run, layer, given, wanted, arriving, lay)
         else:
             kept = Kept.of(saved[len(needs) :], ctx.states, len(layer.options.reverse))
-            asked, step = (names.wanted(needs), names) if of_step else (wanted, None)
-            call = layer, given, kept, arriving[:ends], asked, inside, step
+            call = layer, given, kept, arriving[:ends], wanted, inside
             gradients = enter(layer.cell, "backward", run_backward, *call)
-            if of_step:
-                gradients = dict(enumerate(names.back(gradients)))
         found = [gradients.get(n) if n in wanted else None for n in given]
         return None, None, None, *found
 
@@ -165,44 +166,40 @@ def run_forward(layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, State
 
 def run_backward(
     layer: Layer,
-    arrays: Mapping[Any, Tensor],
+    arrays: Mapping[str, Tensor],
     kept: Kept,
     arriving: Sequence[Tensor | None],
     wanted: set[str],
     inside: Mapping[str, Tensor] | None = None,
-    step: Any = None,
 ) -> dict[str, Tensor]:
-    """Returns the gradients of a layer's arrays by name; ``inside`` are of ``layer.sequences``. If
-    there is a ``step``, see ``replayed.Pass``, it makes the arrays of these tensors.
-    """
-    # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
-    arriving = [None if d is None else d.resolve_neg() for d in arriving]
-    inside = {name: d.resolve_neg() for name, d in (inside or {}).items()}
-    d_output, *d_final = arriving
+    """Returns the gradients of a layer's arrays by name; ``inside`` are of ``layer.sequences``."""
     if layer.plan.engine == "gpu":
+        d_output, *d_final = arrived(None, arriving)
         given = layer.plan, arrays, on_threads(layer.options), kept, d_output, d_final
         device = TorchDevice.on(layer.plan.dtype, arrays["x"].device)
         return device.run(gpu.backward, *given, wanted=wanted)
     layer = ready(layer)
     host = Torch.of(layer.plan.dtype)
-    if d_output is not None and (fitted := host.fit(d_output, ROWS)) is not None:
-        d_output = fitted  # often one expanded number, which is copied each time
-    ends = [d_output, *d_final]
-    of_step, read, items = step is not None, arrays, None
-    if of_step:
-        read, items = dict(enumerate([arrays[k] for k in step.order])), step.items
-    form = None if inside else passes.backward_form(layer, read, ends, wanted, items)
+    ends = arrived(host, arriving)
+    form = None if inside else passes.backward_form(layer, arrays, ends, wanted)
     if form is not None:
-        known = passes.backward_again(form, layer, read, kept, ends)
+        known = passes.backward_again(form, layer, arrays, kept.flat(), ends)
         if known is not None:
             return known
-    if of_step:
-        items, arrays = step.given(arrays), layered(step.enter([*arrays.values()]))
-    given = layer.plan, arrays, layer.options, kept, d_output, d_final
+    given = layer.plan, arrays, layer.options, kept, ends[0], ends[1:]
     gradients = backward(host, *given, d_states=inside, wanted=wanted)
     if form is not None:
-        passes.learn_backward(form, layer, arrays, kept, ends, wanted, items)
+        passes.learn_backward(form, layer, arrays, kept, ends, wanted)
     return gradients
+
+
+def arrived(host: Torch | None, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of the output and of final states as kernels read them."""
+    # Autograd may pass lazily negated tensors, whose memory holds the negatives of their numbers.
+    d_output, *others = [None if d is None else d.resolve_neg() for d in arriving]
+    if d_output is not None and host and (fitted := host.fit(d_output, ROWS)) is not None:
+        d_output = fitted  # often one expanded number, which is copied each time
+    return [d_output, *others]
 
 
 def ready(layer: Layer) -> Layer:

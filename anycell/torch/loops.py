@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths, refuse_more
 from anycell.torch.replayed import Replayed, batch_first, layouts, time_first
-from anycell.torch.stepwise import Step, Steps, stepwise
+from anycell.torch.stepwise import Step, Steps, as_written, flat, stepwise
 from anycell.torch.surroundings import Surroundings
 from anycell.torch.warm import ordinary, quiet
 
@@ -47,7 +46,7 @@ class Readings:
         self.last: ReadStep | str = "no call has been made: a step is read at its first call"
         self.tokens: dict[Any, Any] = {}
         self.reads: Counter[Any] = Counter()
-        self.replays: dict[Any, Replayed] = {}
+        self.replays: dict[Any, Any] = {}  # a call as it is replayed, or the facts of a short one
         self.around: Surroundings | None = None  # of the latest call
 
     def known(self, around: Surroundings) -> Surroundings:
@@ -72,39 +71,54 @@ class Readings:
             return stepwise(step, call)
         return plan.replay(call, tensors)
 
-    def again(self, step: Any, x: Any, state: Any, first: bool = False) -> Any:
+    def again(
+        self, step: Any, x: Any, state: Any, first: bool = False, run: Step | None = None
+    ) -> Any:
         """Runs a call without further arguments as an earlier one; None if none was like it.
 
         Args:
-            step: the user's function or module.
+            step: the user's function or module; ``run``, that as (x, state) -> (output, state).
             first: see ``Replayed``.
         """
         around = self.around
-        if around is None or not quiet() or (tensors := around.again(step)) is None:
-            return None
-        (xs, x_tree), (leaves, state_tree) = _flat(x), _flat(state)
-        tensors += xs
-        tensors += leaves
-        if not xs or not ordinary(map(type, tensors)):
+        (xs, x_tree), (leaves, state_tree) = flat(x), flat(state)
+        own = [*xs, *leaves]
+        if around is None or around.step is not step or not (xs and ordinary(map(type, own))):
             return None
         known = self.replays.get(_key(xs[0], first))
-        if known is None or known.facts != [around, x_tree, state_tree]:
+        if type(known) is tuple:  # of so few steps that it runs as it is written
+            rows, *facts = known
+            if type(x) is not Tensor or facts != [state_tree, [t.shape for t in leaves]]:
+                return None
+            self.last, x = SHORT, time_first(x) if rows else x
+            output, last = as_written(run or step, [x[k] for k in range(x.shape[0])], state)
+            return (batch_first(output, rows) if rows else output), last
+        if known is None or not quiet() or (tensors := around.again(step)) is None:
             return None
-        results = known.run(tensors)
+        if not ordinary(map(type, tensors)) or known.facts != [around, x_tree, state_tree]:
+            return None
+        results = known.run(tensors + own)
         if results is not None:
             self.last = known.plan
         return results
 
     def learn(self, x: Any, call: Steps, first: bool = False) -> None:
         """Learns a call without further arguments that has run."""
-        plan, around = self.last, self.around
-        if around is None or isinstance(plan, str) or call.turned:
+        plan, around, xs = self.last, self.around, flat(x)[0]
+        known: Any = None
+        if around is None:
             return
-        tape = plan.tape(call, tensors := around.tensors())
-        if tape is not None and layouts(tensors := [*tensors, *call.xs, *call.state]) is not None:
-            replayed = Replayed(plan, tape, around, call, tensors, first)
-            self.replays.pop(key := _key(_flat(x)[0][0], first), None)
-            add_recent(self.replays, key, replayed, _MOST)
+        if plan is SHORT:
+            shapes = [t.shape for t in call.swapped(call.state)]
+            known = first and call.batched and call.rows, call.state_tree, shapes
+        elif not isinstance(plan, str) and not call.turned:
+            tensors = around.tensors()
+            tape, tensors = plan.tape(call, tensors), [*tensors, *call.xs, *call.state]
+            if tape is not None and layouts(tensors) is not None:
+                known = Replayed(plan, tape, around, call, tensors, first)
+        if known is not None:
+            self.replays.pop(key := _key(xs[0], first), None)
+            add_recent(self.replays, key, known, _MOST)
 
     def plan(
         self, step: Step, around: Surroundings, call: Steps, tensors: Sequence[Tensor]
@@ -119,7 +133,7 @@ class Readings:
         plan = known or self._read(step, around, signature, call)
         if isinstance(plan, str):
             return plan
-        if _short(len(call.xs[0]), call.state, plan.recording.calls):
+        if _short(call, plan):
             return SHORT
         return unlike(plan, step, around, call) or plan.unfit(call) or plan
 
@@ -139,16 +153,15 @@ class Readings:
 
 def _key(x: Tensor, first: bool) -> tuple[Any, ...]:
     """The facts by which replayed calls are found; with gradients one may run as it is written."""
-    return x.shape, x.dtype, first, torch.is_grad_enabled()
+    return x.shape, x.dtype, x.device, first, torch.is_grad_enabled()
 
 
-def _short(steps: int, state: Sequence[Tensor], calls: float = math.inf) -> bool:
-    """See ``anycell.read.short``; ``calls`` are the functions of torch that a step calls, which are
-    not known before it is read.
-    """
-    numbers = sum([t.numel() for t in state])
-    framework = "torch with gradients" if torch.is_grad_enabled() else "torch"
-    return state[0].device.type == "cpu" and short(framework, steps, numbers, calls)
+def _short(call: Steps, plan: ReadStep) -> bool:
+    """See ``anycell.read.short``."""
+    if not torch.is_grad_enabled() or call.state[0].device.type != "cpu":
+        return False
+    numbers = sum([t.numel() for t in call.state])
+    return short("torch", len(call.xs[0]), numbers, len(plan.recording.equations))
 
 
 def obstacle() -> str | None:
@@ -243,9 +256,10 @@ class loop(Explained, nn.Module):
             )  # fmt: skip
         plain = mask is lengths is resets is reset_state is None and reverse is False
         first, module = self.batch_first, self._modules["module"]  # ``self.module`` takes longer
-        if plain and (known := self._readings.again(module, x, state, first)) is not None:
+        again = self._readings.again
+        if plain and (known := again(module, x, state, first, self._step)) is not None:
             return known
-        call = _call(*_flat(x), state, first)
+        call = _call(*flat(x), state, first)
         turned = call.batched and first
         if turned:
             call = call._replace(xs=list(map(time_first, call.xs)))
@@ -265,12 +279,15 @@ class loop(Explained, nn.Module):
         return (batch_first(output, call.rows) if turned else output), last
 
     def _step(self, x: Any, state: Any) -> tuple[Any, Any]:
-        result = self.module(x, state)
-        count = len(pytree.tree_leaves(state))
+        module: Any = self._modules["module"]
+        result = module(x, state)
         pair = isinstance(result, (tuple, list)) and len(result) == 2
-        if pair and len(pytree.tree_leaves(result[1])) == count:
+        if pair and type(result[1]) is type(state) is Tensor:
             return result[0], result[1]
-        leaves = pytree.tree_leaves(result)
+        count = len(flat(state)[0])
+        if pair and len(flat(result[1])[0]) == count:
+            return result[0], result[1]
+        leaves = flat(result)[0]
         if len(leaves) != count:
             refuse(
                 "module", f"one that returns {describe(result)}",
@@ -304,26 +321,8 @@ class loop(Explained, nn.Module):
         return getattr(self._readings.last, "layer", None)
 
 
-_LEAF = pytree.tree_structure(0)
-_tensors = frozenset([Tensor]).issuperset
-
-
-def _flat(tree: Any) -> tuple[list[Any], Any]:
-    """``pytree.tree_flatten``, at once for a tensor and a tuple of tensors."""
-    if type(tree) is Tensor:
-        return [tree], _LEAF
-    if type(tree) is tuple and _tensors(map(type, tree)):
-        return list(tree), _of_tuple(len(tree))
-    return pytree.tree_flatten(tree)
-
-
-@functools.cache
-def _of_tuple(size: int) -> Any:
-    return pytree.tree_structure((0,) * size)
-
-
 def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
-    leaves, state_tree = _flat(state)
+    leaves, state_tree = flat(state)
     wrong = [v for v in xs if not isinstance(v, Tensor)]
     if wrong or not xs:
         shown = describe(wrong[0]) if wrong else "no tensors"
@@ -353,10 +352,8 @@ def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
         why = f"the state has {other}, and a kernel holds tensors. Instead: keep it as a tensor"
     elif not rows:  # on which no reading can be tried
         why = "the batch has no rows"
-    elif _short(lead[time], held):
-        why = SHORT
     call = Steps(xs, tree, leaves, state_tree, batched, rows, turned=tuple(turned), why=why)
-    return call._replace(state=call._swapped(leaves)) if turned else call
+    return call._replace(state=call.swapped(leaves)) if turned else call
 
 
 def _restored(state: Any, call: Steps) -> list[Tensor]:
@@ -406,7 +403,7 @@ def scan(
         return torch.compiler.disable(scan)(step, init, xs, dim=dim, reverse=reverse)
     plain = dim == 0 and reverse is False
     if plain and (of_code := _SCANS.get(getattr(step, "__code__", None))) is not None:
-        known = of_code[0].again(step, xs, init)
+        known = of_code[0].again(step, xs, init, run=_turned(step))
         if known is not None:
             return known[1], known[0]
     scanned = _scanned(step, init, xs, dim, reverse)
@@ -461,7 +458,7 @@ def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
     """The readings of a step, and the arguments of ``Readings.run``; None if there is no x."""
     if not callable(step):
         refuse("step", describe(step), "a function (carry, x) -> (carry, y)", "", TypeError)
-    leaves, tree = _flat(xs)
+    leaves, tree = flat(xs)
     if not leaves:
         return None
     dim = integer("dim", dim, -leaves[0].dim(), leaves[0].dim() - 1) % leaves[0].dim()
@@ -481,8 +478,14 @@ def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
         readings = _SCANS[code][0]
         readings.known(around)
 
+    return readings, _turned(step), around, call
+
+
+def _turned(step: Callable[[Any, Any], tuple[Any, Any]]) -> Step:
+    """The step of ``scan`` as one of ``loop``."""
+
     def turned(x: Any, state: Any) -> tuple[Any, Any]:
         carry, y = step(state, x)
         return y, carry
 
-    return readings, turned, around, call
+    return turned

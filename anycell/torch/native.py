@@ -36,7 +36,7 @@ play: Any = torch.ops.anycell.play.default._op
 
 class Part(NamedTuple):
     """A result of a pass: of array ``number`` of those that the pass makes, the part of this layout
-    from element ``offset`` on; or a copy of it.
+    from element ``offset`` on; or a copy of it, which must be all memory between its ends.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Form:
     def __init__(self) -> None:
         records = table()
         self.number = -1 if records is None else records.form()
-        self.names, self.never = tuple[str, ...](), records is None
+        self.names, self.never = tuple[Any, ...](), records is None
 
     def learn(
         self, recipe: Recipe, given: Mapping[str, Tensor], results: Sequence[Part], stream: int = 0,
@@ -107,8 +107,9 @@ class Form:
             same = math.prod(part.shape) == math.prod(whole.shape)
             numbers.append(part.number)
             if part.copy:
-                size = math.prod(whole.shape) * recipe.dtypes[part.number].itemsize
-                copied.append([part.number, 0, len(made), size])
+                itemsize = recipe.dtypes[part.number].itemsize
+                size = math.prod(part.shape) * itemsize
+                copied.append([part.number, part.offset * itemsize, len(made), size])
             elif same and part.strides == dense(part.shape):
                 made[part.number] = whole._replace(shape=part.shape, strides=part.strides)
                 continue

@@ -476,7 +476,7 @@ def _backward_again(*arguments: Any) -> list[Tensor]:
     form = backward_form(layer, arrays, gradients, wanted_names(layer, call.needs))
     if form is None or not _flagged(arrays):
         return []
-    again = backward_again(form, layer, arrays, call.before(layer), gradients)
+    again = backward_again(form, layer, arrays, call.before(layer).flat(), gradients)
     return [] if again is None else [_alone(again[name], layer.plan) for name in names]
 
 

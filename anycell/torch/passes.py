@@ -5,7 +5,7 @@ The layers have their plan and the number of threads, see ``fused.ready``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,27 +108,25 @@ def learn_forward(
 
 
 def backward_form(
-    layer: Layer, arrays: Iterable[Any], arriving: Ends, wanted: set[str], items: Any = None
+    layer: Layer, arrays: Iterable[Any], arriving: Ends, wanted: Iterable[Any], *facts: Any
 ) -> Form | None:
-    """The form of a backward pass; None if it is not one of the operator's. Of a step it has
-    ``items`` in place of arrays.
-    """
+    """The form of a backward pass; None if it is not one of the operator's."""
     if layer.options.checkpoint is not None:
         return None
     there = tuple([d is None for d in arriving])
-    return form_of(layer, arrays, "backward", there, frozenset(wanted), items)
+    return form_of(layer, arrays, "backward", there, frozenset(wanted), *facts)
 
 
 def backward_again(
-    form: Form, layer: Layer, arrays: Mapping[Any, Tensor], kept: Kept, arriving: Ends
-) -> dict[str, Tensor] | None:
+    form: Form, layer: Layer, arrays: Mapping[Any, Tensor], kept: Sequence[Tensor], arriving: Ends
+) -> dict[Any, Tensor] | None:
     """Returns the gradients of a layer's tensors by name, as an earlier pass; None if there was
-    none.
+    none. ``kept`` is ``Kept.flat()``.
     """
     plan = layer.plan
     if not as_given(plan, arrays):
         arrays, arriving = as_read(layer, arrays), _widened(plan, arriving)
-    inputs = [*arrays.values(), *kept.flat(), *[d for d in arriving if d is not None]]
+    inputs = [*arrays.values(), *kept, *[d for d in arriving if d is not None]]
     results = play(inputs, form.number, _signed(layer.options.seed))
     if not results:
         return None
@@ -148,9 +146,14 @@ def backward_again(
 
 def learn_backward(
     form: Form, layer: Layer, arrays: Arrays, kept: Kept, arriving: Ends, wanted: set[str],
-    items: Sequence[tuple[Tensor, Item]] | None = None,
+    items: Sequence[tuple[Tensor, Item]] = (),
+    divide: Callable[[dict[str, Part]], dict[Any, Part]] = dict,
 ) -> None:  # fmt: skip
-    """Learns a pass that has run; of a step, with the ``items`` of its arrays."""
+    """Learns a pass that has run; of a step, with the ``items`` of its arrays.
+
+    Args:
+        divide: the results by name -> those that the operator returns.
+    """
     plan, (d_output, *d_final) = layer.plan, arriving
     known, given = drafted_backward(
         Torch.of(plan.dtype), plan, arrays, layer.options, kept, d_output, d_final, {}, wanted
@@ -171,15 +174,15 @@ def learn_backward(
     inputs = {**arrays, **further, **{n: t for n, t in ends.items() if t is not None}}
     if not _laid_out(inputs, given):
         return
-    made, parts = made_by(known.recipe), []
-    for number, turned, copy in gradients.values():
+    made, whole = made_by(known.recipe), dict[str, Part]()
+    for name, (number, turned, copy) in gradients.items():
         order = slice(None, None, -1 if turned else 1)
         shape, strides = made[number].shape[order], made[number].strides[order]
-        parts.append(Part(number, shape, strides, copy=copy))
-    form.names = tuple(gradients)
+        whole[name] = Part(number, shape, strides, copy=copy)
+    form.names = tuple(parts := divide(whole))
     if items:
         items = [*items, *[(t, Item(n)) for n, t in inputs.items() if n not in arrays]]
-    form.learn(known.recipe, inputs, parts, layer.options.stream, items or ())
+    form.learn(known.recipe, inputs, [*parts.values()], layer.options.stream, items)
 
 
 def form_of(layer: Layer, arrays: Iterable[Any], *facts: Any) -> Form | None:

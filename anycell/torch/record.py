@@ -75,16 +75,11 @@ _BATCH_NORMS = A.native_batch_norm, A._native_batch_norm_legit, A.cudnn_batch_no
 
 
 class _Functions(TorchFunctionMode):
-    """Counts the functions of torch that a step calls. Lets ``one_hot`` compare, where torch's own
-    reads the values to check them.
-    """
-
-    calls = 0
+    """Lets ``one_hot`` compare, where torch's own reads the values to check them."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.calls += 1
         count = (kwargs or {}).get("num_classes", args[1] if len(args) > 1 else -1)
         if function is torch.nn.functional.one_hot and args and count > 0:
             classes = torch.arange(count, device=args[0].device)
@@ -256,13 +251,11 @@ class Recording(Body):
     Attributes:
         dtype: that of the states.
         rows: the batch of the recording; None if the states have no axis of a batch.
-        calls: how many functions of torch it calls.
     """
 
     dtype: torch.dtype = torch.float32
     device: Any = "cpu"
     rows: int | None = None
-    calls: int = 0
 
     @property
     def constants(self) -> list[Variable]:
@@ -326,7 +319,7 @@ def _record(step: Step, call: Call) -> Recording:
         made.append(step(*arguments))
         return [*made[0][0], *made[0][1]]
 
-    with Recorder(inputs) as recorder, _Functions() as functions, torch.enable_grad():
+    with Recorder(inputs) as recorder, _Functions(), torch.enable_grad():
         results = functionalize(run)(list(tensors), list(xs), list(states))
     variables: list[Any] = [recorder.var(tensor) for tensor in results]
     known: list[Any] = recorder.inputs
@@ -334,7 +327,7 @@ def _record(step: Step, call: Call) -> Recording:
     return Recording(
         known[:a], known[a:b], known[b:], variables[:count], variables[count:], recorder.equations,
         dtype=next(state.dtype for state in states if state.is_floating_point()),
-        device=states[0].device, calls=functions.calls,
+        device=states[0].device,
     )  # fmt: skip
 
 

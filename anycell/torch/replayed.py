@@ -18,15 +18,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.engines.cpu.aten import AXES
+from anycell.layer import Kept, backward
 from anycell.layer.recipe import dense
 from anycell.layer.sequences import keeping
 from anycell.layer.signature import OF_STATES
 from anycell.plan import LINE, Layer, Plan
-from anycell.torch import fused
+from anycell.torch import fused, passes
 from anycell.torch.composite import Arrays
+from anycell.torch.framework import Torch
 from anycell.torch.fused import Fused, layered, plan_on
-from anycell.torch.native import Item, play, table
-from anycell.torch.passes import Result, as_given, as_kept, form_of, learn_forward
+from anycell.torch.native import Item, Part, play, table
+from anycell.torch.passes import Ends, Result, as_given, as_kept, form_of
 from anycell.torch.planned import ReadStep
 from anycell.torch.stepwise import Steps
 from anycell.torch.surroundings import Surroundings
@@ -74,10 +76,11 @@ class Pass:
         ways: of the gradients, see ``ways_of``.
 
     Attributes:
-        passed: the places of the tensors that are nothing but arrays.
+        uses: the names of the arrays with the places of the tensors that they are made of;
+            ``passed``, the places of those that are nothing but arrays.
         rows: of the pieces of which arrays consist.
-        forms: by settings: of calls that keep nothing, and of those that keep what a backward pass
-            reads.
+        forms: by settings, of calls that keep nothing, and of those that keep what a backward pass
+            reads; and of backward passes.
     """
 
     def __init__(
@@ -87,21 +90,17 @@ class Pass:
     ) -> None:  # fmt: skip
         self.layer, self.enter, self.sources, self.ways = layer, enter, sources, ways
         self.order, self.items = zip(*items, strict=True)
-        self.steps, self.forms = arrays["x"].shape[0], dict[Any, tuple[Any, Any]]()
-        self.needed = dict[tuple[bool, ...], set[str]]()
-        views = [(n, view.place) for n, of in sources.items() for piece in of for view in piece]
-        others = {place for name, place in views if arrays[name] is not tensors[place]}
-        self.passed = {place for _, place in views} - others
+        self.steps, self.forms = arrays["x"].shape[0], dict[Any, Any]()
+        self.uses = [(n, view.place) for n, of in sources.items() for p in of for view in p]
+        others = {place for name, place in self.uses if arrays[name] is not tensors[place]}
+        self.passed = {place for _, place in self.uses} - others
         self.like = self._facts(tensors)
         joined = [(name, pieces) for name, pieces in sources.items() if len(pieces) > 1]
         self.rows = {name: [piece[0].shape[0] for piece in pieces] for name, pieces in joined}
 
     def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The output, the final states, and the sequences that the layer returns."""
-        keep = bool(self.layer.sequences)
-        if not keep and (results := self._play(tensors, False)):
-            return results
-        output, final, kept = self.again(self.layer, tensors, keep)
+        output, final, kept = self.again(self.layer, tensors, bool(self.layer.sequences))
         if kept is None:
             return output, *final
         return output, *final, *fused.series(self.layer, self.enter(tensors), kept)
@@ -116,8 +115,8 @@ class Pass:
             raise Unknown
         whole = layered(self.enter(tensors))
         output, final, kept = fused.run_forward(layer, whole, keep)
-        form, given = self.forms[settings()][keep], self.given(tensors)
-        learn_forward(form, fused.ready(layer), whole, keep, given)
+        form, given = self.forms[settings(), keep], self.given(tensors)
+        passes.learn_forward(form, fused.ready(layer), whole, keep, given)
         return output, tuple([state.squeeze(0) for state in final]), kept
 
     def given(self, tensors: Any) -> list[tuple[Tensor, Item]]:
@@ -125,12 +124,11 @@ class Pass:
         return list(zip([tensors[k] for k in self.order], self.items, strict=True))
 
     def _play(self, tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
-        now = settings()
-        if now not in self.forms:
-            facts = fused.ready(self.layer), self.sources, "of a step", self.items
-            self.forms[now] = form_of(*facts), form_of(*facts, "keeping")
-        number = self.forms[now][keep].number
-        results: list[Tensor] = play([tensors[k] for k in self.order], number, 0)
+        key = settings(), keep
+        if key not in self.forms:
+            facts = self.sources, "of a step", keep, self.items
+            self.forms[key] = form_of(fused.ready(self.layer), *facts)
+        results: list[Tensor] = play([tensors[k] for k in self.order], self.forms[key].number, 0)
         return results
 
     def _facts(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -140,31 +138,77 @@ class Pass:
             for k, t in enumerate(tensors)
         ]
 
-    def wanted(self, needs: tuple[bool, ...]) -> set[str]:
-        """The arrays whose gradients those of the tensors need."""
-        if (known := self.needed.get(needs)) is None:
-            sources = self.sources.items()
-            known = {n for n, of in sources if any(needs[view.place] for p in of for view in p)}
-            self.needed[needs] = known
-        return known
+    def backward(
+        self, layer: Layer, tensors: Sequence[Tensor], kept: Sequence[Tensor],
+        states: Sequence[bool], arriving: Ends, needs: tuple[bool, ...],
+        inside: Mapping[str, Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """The gradients of the tensors; ``inside`` are those of ``layer.sequences``."""
+        layer, host = fused.ready(layer), Torch.of(layer.plan.dtype)
+        ends = fused.arrived(host, arriving)
+        key = settings(), needs, *[d is None for d in ends]
+        if key not in self.forms:
+            facts = "of a step", needs, *self.sources.values(), self.items, tuple(self.like)
+            self.forms[key] = passes.backward_form(layer, self.sources, ends, (), *facts)
+        form = None if inside else self.forms[key]
+        if form is not None and form.names:
+            read = dict(enumerate([tensors[k] for k in self.order]))
+            if (known := passes.backward_again(form, layer, read, kept, ends)) is not None:
+                return self.back(known, needs)
+        arrays, saved = layered(self.enter(tensors)), Kept.of(kept, states, 1)
+        wanted = {name for name, place in self.uses if needs[place]}
+        given = layer.plan, arrays, layer.options, saved, ends[0], ends[1:]
+        gradients = backward(host, *given, d_states=inside, wanted=wanted)
+        if form is not None and not form.never:
+            items, divide = self.given(tensors), partial(self.divide, needs)
+            passes.learn_backward(form, layer, arrays, saved, ends, wanted, items, divide)
+        return self.back(gradients, needs)
 
-    def back(self, gradients: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """The gradients of the tensors, from those of the layer's arrays that are wanted."""
-        found, known = list[Any](), dict[Key, Tensor]()
+    def back(self, gradients: Mapping[Any, Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the tensors that need them: given by place; or made of those of the
+        layer's arrays that are wanted, given by name.
+        """
+        found, known = list[Any](), dict[Any, Tensor](gradients)
         for name, gradient in gradients.items():
+            if type(name) is not str:
+                continue
             known[name] = whole = gradient[0] if name.startswith(OF_STATES) else gradient
             if rows := self.rows.get(name):
                 for number, piece in enumerate(torch.split_with_sizes(whole, rows)):
                     known[name, number] = piece
-        for axis, parts in self.ways:
+        for place, need in enumerate(needs):
+            if not need or place in known:
+                found.append(known[place] if need else None)
+                continue
+            axis, parts = self.ways[place]
             made = [turn(known[key]) for key, turn in parts if key in known]
-            if not made or len(made) < len(parts):  # nobody needs it
+            if len(made) < len(parts) or not made:
                 found.append(None)
             elif axis is None:
                 found.append(made[0] if len(made) == 1 else sum(made[1:], made[0]))
             else:
                 found.append(torch.cat(made, axis))
         return found
+
+    def divide(self, needs: Sequence[bool], arrays: dict[str, Part]) -> dict[Any, Part]:
+        """Parts of a pass's arrays that are a tensor's gradient as they are, by its place; arrays
+        that the other gradients are made of, by name.
+        """
+        of = {n: p for n, p in arrays.items() if n in self.sources}
+        like = {n: torch.empty_strided(p.shape, p.strides, device="meta") for n, p in of.items()}
+        names, parts, used = {id(t): n for n, t in like.items()}, dict[Any, Part](), set[Key]()
+        left = arrays.keys() - self.sources
+        for place, t in enumerate(self.back(like, needs)):
+            keys = [key for key, _ in self.ways[place][1]] if needs[place] else []
+            name = None if t is None else names.get(id(t if t._base is None else t._base))
+            copy = name is not None and (arrays[name].copy or keys[0] in used)
+            if t is None or name is None or (copy and not t.is_contiguous()):
+                left |= {key if isinstance(key, str) else key[0] for key in keys}
+                continue
+            used |= {*keys}
+            layout = tuple(t.shape), t.stride(), int(t.storage_offset())
+            parts[place] = Part(arrays[name].number, *layout, copy)
+        return parts | {name: arrays[name] for name in left & arrays.keys()}
 
 
 def ways_of(sources: Sources, tensors: Sequence[Tensor], arrays: Arrays) -> list[Way] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,22 @@ from anycell.layer.restarts import restarts
 from anycell.read.trees import filled, leaves
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (x, state) -> (output, state)
+_LEAF = pytree.tree_structure(0)
+_tensors = frozenset([Tensor]).issuperset
+
+
+def flat(tree: Any) -> tuple[list[Any], Any]:
+    """``pytree.tree_flatten``, at once for a tensor and a tuple of tensors."""
+    if type(tree) is Tensor:
+        return [tree], _LEAF
+    if type(tree) is tuple and _tensors(map(type, tree)):
+        return list(tree), _of_tuple(len(tree))
+    return pytree.tree_flatten(tree)
+
+
+@functools.cache
+def _of_tuple(size: int) -> Any:
+    return pytree.tree_structure((0,) * size)
 
 
 class Steps(NamedTuple):
@@ -48,19 +65,20 @@ class Steps(NamedTuple):
 
     def state_of(self, leaves: Sequence[Any], tree: Any = None) -> Any:
         """The state as the module has it."""
-        return pytree.tree_unflatten(self._swapped(leaves), tree or self.state_tree)
+        return pytree.tree_unflatten(self.swapped(leaves), tree or self.state_tree)
 
     def leaves_of(self, state: Any) -> tuple[list[Any], Any]:
         """The leaves of a state of the module's, with the batch first, and its structure."""
-        leaves, tree = pytree.tree_flatten(state)
+        leaves, tree = flat(state)
         if tree != self.state_tree:
             first = pytree.tree_unflatten(self.state, self.state_tree)
             places, named = (dict(pytree.tree_leaves_with_path(t)) for t in (first, state))
             if named.keys() == places.keys() and [*named] != [*places]:  # keys in another order
                 leaves, tree = [named[place] for place in places], self.state_tree
-        return self._swapped(leaves), tree
+        return self.swapped(leaves), tree
 
-    def _swapped(self, leaves: Sequence[Any]) -> list[Any]:
+    def swapped(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a state from the module's axes to those here, or back."""
         return [t.transpose(0, 1) if k in self.turned else t for k, t in enumerate(leaves)]
 
     @property
@@ -99,31 +117,42 @@ class Steps(NamedTuple):
 
 def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
     """Runs a step over time as a Python loop does."""
-    state, steps = call.state_of(call.state), len(call.xs[0])
-    mask, xs = call.mask, unmasked(call)
+    mask, xs, steps = call.mask, unmasked(call), range(len(call.xs[0]))
     starts = None if call.resets is None else restarts(call.resets, mask, call.reverse)
-    outputs: list[list[Any]] = []
-    tree: Any = None
-    for t in reversed(range(steps)) if call.reverse else range(steps):
+
+    def one(t: int, state: Any) -> tuple[Any, Any]:
         leaves, structure = call.leaves_of(state)
         if starts is not None:
             restored = call.restored or [_zeros(leaf) for leaf in leaves]
             leaves = _chosen(starts[t], restored, leaves, call)
         before = call.state_of(leaves, structure)
         output, state = step(pytree.tree_unflatten([x[t] for x in xs], call.x_tree), before)
-        parts, tree = pytree.tree_flatten(output)
         if mask is not None:
             after, structure = call.leaves_of(state)
             state = call.state_of(_chosen(mask[t], after, leaves, call), structure)
+            parts, tree = flat(output)
             parts = _chosen(mask[t], parts, [_zeros(part) for part in parts], call)
-        outputs.append(parts)
-    if call.reverse:
+            output = pytree.tree_unflatten(parts, tree)
+        return output, state
+
+    order = reversed(steps) if call.reverse else steps
+    outputs, state = as_written(one, order, call.state_of(call.state), call.reverse)
+    return outputs, call.state_of(*call.leaves_of(state))
+
+
+def as_written(step: Step, xs: Iterable[Any], state: Any, reverse: bool = False) -> tuple[Any, Any]:
+    """Runs a step for inputs one after the other; its outputs are stacked, in reverse if asked."""
+    outputs: list[list[Any]] = []
+    tree: Any = None
+    for x in xs:
+        output, state = step(x, state)
+        leaves, tree = flat(output)
+        outputs.append(leaves)
+    if reverse:
         outputs.reverse()
-    series = [
-        torch.stack(parts) if isinstance(parts[0], Tensor) else parts[-1]
-        for parts in map(list, zip(*outputs, strict=True))
-    ]
-    return pytree.tree_unflatten(series, tree), call.state_of(*call.leaves_of(state))
+    parts = map(list, zip(*outputs, strict=True))
+    series = [torch.stack(p) if isinstance(p[0], Tensor) else p[-1] for p in parts]
+    return series[0] if tree is _LEAF else pytree.tree_unflatten(series, tree), state
 
 
 def _zeros(leaf: Any) -> Any:

@@ -27,6 +27,7 @@ from loop_cells import (
     Leaky,
     Normalized,
     OfTorchGRU,
+    OfTorchRNN,
     One,
     ReadOut,
     Run,
@@ -45,7 +46,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anycell.torch
-from anycell.torch import explain_scan, loop, planned, scan
+from anycell.torch import explain_scan, loop, loops, planned, replayed, scan
 from anycell.torch.native import table
 from anycell.torch.tape import Tape
 
@@ -234,7 +235,7 @@ class Parts(nn.Module):
 )  # fmt: skip
 def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> None:
     """The same bits as of a call that is not warm, with and without gradients; hooks, and what is
-    saved, are torch's own.
+    saved, are torch's own. No two gradients share memory.
     """
     module = Parts(kind)
     layer, seen = loop(module), list[Any]()
@@ -255,6 +256,13 @@ def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> N
             assert all(map(torch.equal, layer(x, h), first))
     both = [*layer._readings.replays.values()]
     assert len(both) == 2  # without gradients, too
+    layer(x, h)[0].sum().backward()
+    held = [t.grad for t in tensors if t.grad is not None]
+    for k, gradient in enumerate(held):
+        copies = [other.clone() for other in held]
+        gradient.fill_(k + 7.0)
+        copies[k] = gradient
+        assert all(map(torch.equal, held, copies))
     if table() is not None:
         assert all(known.known is not None and known.inside == inside for known in both)
     for parameter in module.parameters():
@@ -285,6 +293,35 @@ def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> N
         module.each[1].mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+@pytest.mark.skipif(table() is None, reason="there is no native operator")
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda: Parts("joined"), {int}),
+        (lambda: Parts("added"), {int}),  # two tensors have the same gradient
+        (OfTorchGRU, {int, str}),  # a bias is a parameter of the cell
+        (lambda: Parts("slices"), {int, str}),  # a weight is in two arrays
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_warm_backward_passes_return_the_gradients_of_tensors(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], kinds: set[type], frozen: bool
+) -> None:
+    """By their places; others are made of those of arrays, by name."""
+    seen, back = list[set[type]](), replayed.Pass.back
+    monkeypatch.setattr(
+        replayed.Pass,
+        "back",
+        lambda self, *call: seen.append({*map(type, call[0])}) or back(self, *call),
+    )
+    module = make()
+    layer, x, h = loop(module), torch.randn(T, B, I), torch.randn(B, H)
+    next(module.parameters()).requires_grad_(not frozen)
+    for _ in range(6):
+        alike(results(layer, module, x, h), results(by_hand(module), module, x, h))
+    assert seen[-1] == kinds
 
 
 @pytest.mark.parametrize("kind", ["added", "joined", "slices", "sums"])
@@ -1406,17 +1443,14 @@ def test_layers_in_one_tensor_of_states(fused: bool) -> None:
     ("kind", "steps", "rows", "grad", "read"),
     [
         (Concatenated, 1, B, True, True),
-        (OfTorchGRU, 2, B, True, False),
-        (OfTorchGRU, 3, B, True, True),
-        (OfTorchGRU, 2, 1400, True, True),
-        (OfTorchGRU, 1, B, False, False),
-        (OfTorchGRU, 1, 1400, False, True),
-        (OfTorchGRU, 2, B, False, True),
-        (Concatenated, 1, B, False, True),
+        (OfTorchRNN, 1, B, True, False),
+        (OfTorchRNN, 2, B, True, True),
+        (OfTorchRNN, 1, 3000, True, True),
+        (OfTorchRNN, 1, B, False, True),
     ],
 )
 def test_few_steps_are_the_module(kind: Any, steps: int, rows: int, grad: bool, read: bool) -> None:
-    """Steps of few functions of torch and few numbers; with gradients more."""
+    """Steps of few operations and few numbers, with gradients."""
     layer = loop(kind())
     x, state = inputs_of(layer.module, steps=steps, rows=rows)
     for other in (grad, not grad, grad):
@@ -1424,6 +1458,64 @@ def test_few_steps_are_the_module(kind: Any, steps: int, rows: int, grad: bool, 
             check_trees(layer(x, state), by_hand(layer.module)(x, state))
     assert ("so few steps take less time" in layer.engine.reason) != read
     assert (layer.engine.name == "cpu") == read, layer.engine.reason
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_warm_calls_of_few_steps_are_only_the_module(
+    monkeypatch: pytest.MonkeyPatch, batch_first: bool
+) -> None:
+    """As long as a call is like an earlier one: else it is looked at."""
+    module, ordinary = OfTorchRNN(), list[Any]()
+    layer = loop(module, batch_first)
+    monkeypatch.setattr(loops, "_call", functools.partial(run_counted, ordinary, loops._call))
+    x, h = torch.randn(1, B, I), torch.randn(B, H)
+
+    def run(x: Tensor, h: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        output, last = layer(x.transpose(0, 1) if batch_first else x, h, **more)
+        return output.transpose(0, 1) if batch_first else output, last
+
+    def check(looked_at: bool, x: Tensor = x, **more: Any) -> None:
+        ordinary.clear()
+        check_trees(run(x, h, **more), by_hand(layer.module)(x, h))
+        assert bool(ordinary) == looked_at
+
+    check(True)
+    for _ in range(2):
+        check(False, torch.randn(1, B, I))
+        assert "so few steps" in layer.engine.reason
+    alike(results(run, module, x, h), results(by_hand(module), module, x, h))
+    check(False)
+    check(True, reverse=True)
+    with torch.no_grad():
+        check(True)
+    assert layer.engine.name == "cpu"
+    check(True, torch.randn(2, B, I))
+    layer.module = OfTorchRNN()
+    check(True)
+    check(False)
+    layer.module.extra = 1.0  # whatever is around it
+    check(False)
+
+
+def test_warm_calls_of_few_steps_with_trees() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(H))
+
+        def forward(self, x: Any, state: Any) -> Any:
+            h = torch.tanh(x["a"] + x["b"] * state["h"][0] * self.weight)
+            return {"y": (h, 2.0), "none": None}, {"h": [h]}
+
+    layer = loop(Nested())
+    x, state = {"a": torch.randn(2, B, H), "b": torch.randn(2, B, H)}, {"h": [torch.randn(B, H)]}
+    first = layer(x, state)
+    for _ in range(2):
+        again = layer(x, state)
+        assert "so few steps" in layer.engine.reason
+        assert pytree.tree_structure(again) == pytree.tree_structure(first)
+        assert again[0]["y"][1] == first[0]["y"][1] == 2.0
+        check_trees((again[0]["y"][0], again[1]), (first[0]["y"][0], first[1]))
 
 
 @pytest.mark.parametrize("train", [False, True])
