@@ -209,7 +209,7 @@ class Recurrence:
                     name = l.operand.attrs[0]
                     d_old[name] = d_old[name] + self._transposed(l, d)
                 for output in l.outputs:
-                    operand = self._entering(l, t, values) * self._recurrent(l, output)
+                    operand = self._operand(l, output, t, values)
                     tape.setdefault((l.name, output), []).append((d[output], operand))
 
             d_held = self._framed("d_held", t, **arriving)
@@ -311,22 +311,22 @@ class Recurrence:
         bias = self.weights.get(l.bias_name)
         if name not in kernels:
             weight = self.xp.swapaxes(self._block(l, output), -1, -2)
-            operand = self._entering(l, t, values) * self._recurrent(l, output)
-            product = self._per_head(operand, weight)
+            product = self._per_head(self._operand(l, output, t, values), weight)
             return product if bias is None else product + bias[self._span(l, output)]
         every = Expr("linear", node.args, (name,))
         if every not in values:
-            product = self.xp.matmul(self._entering(l, t, values), kernels[name])
+            product = self.xp.matmul(self._operand(l, output, t, values), kernels[name])
             sizes = [self.size[l.out_size]] * len(l.declared)
             values[every] = self.xp.split(product if bias is None else product + bias, sizes)
         return values[every][l.declared.index(output)]
 
-    def _entering(self, l: Linear, t: int, values: Values) -> Array:
-        """The operand of a matmul."""
-        value = values[l.operand]
-        if l.operand.op == "state":  # of all rows, and zero in masked ones
-            return value
-        return self._guard(t, self._rows(value, l.in_size))
+    def _operand(self, l: Linear, output: str, t: int, values: Values) -> Array:
+        """The operand that the weight of one output of a matmul multiplies."""
+        operand = values[l.operand]
+        if l.operand.op != "state":  # states have all rows, and zeros in masked ones
+            operand = self._guard(t, self._rows(operand, l.in_size))
+        masked = l.recurrent and self.recurrent_mask is not None
+        return operand * self._recurrent(l, output) if masked else operand
 
     def _transposed(self, l: Linear, d: Mapping[str, Array]) -> Array:
         """The gradient of a matmul's operand from the gradients of its outputs."""
