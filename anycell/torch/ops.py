@@ -361,6 +361,7 @@ def _remember(key: tuple[Any, ...], layer: Layer, *facts: Any) -> None:
         form = form_of(layer, layer.arrays, *facts)
         if form is None:
             return
+    _known.pop(key, None)  # whose form may be an older one
     add_recent(_known, key, _Pass(layer, form), 512)
 
 

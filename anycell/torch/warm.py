@@ -258,15 +258,17 @@ def learn(
     options = Options((False, True)[: 1 + both], training=module.training)
     layer = Layer(cell, module._sizes, fused.on_threads(options), plan=plan)
     ready, front, holes = fused.ready(layer), FRONTS.get(key), sparse(arguments.get("mask"))
-    if front is None:
-        inputs = *names, *of_layer
-        single = what == "call" and layers == 1 and module.checkpoint is None
-        single &= not plan.types.quantized  # of 8 bits, the kernels have no backward pass
-        facts = "forward", True, *["holes"] * holes
-        keeping = form_of(ready, inputs, *facts) if single else None
+    inputs = *names, *of_layer
+    single = what == "call" and layers == 1 and module.checkpoint is None
+    single &= not plan.types.quantized  # of 8 bits, the kernels have no backward pass
+    facts = "forward", True, *["holes"] * holes
+    keeping = form_of(ready, inputs, *facts) if single else None
+    if front is None or front.keeping is not keeping:  # of many forms the oldest are made again
         read = tuple(weights.values()), tuple(absent)
         plain = as_given(plan, names if what == "call" else ())
-        front = Front(*read, Form(), keeping, layer, inputs, plain)
+        form = Form() if front is None else front.form
+        front = Front(*read, form, keeping, layer, inputs, plain)
+        FRONTS.pop(key, None)
         add_recent(FRONTS, key, front, _MOST)
     if torch.is_grad_enabled() and wanted(tensors):
         return  # the passes of the layer learn themselves

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 import anycell.torch as at
 from anycell import cell, cells, keep, sigmoid, tanh
 from anycell.plan import Layer
-from anycell.torch import ops
+from anycell.torch import native, ops, passes
 from anycell.torch.composite import Arrays
 
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
@@ -143,6 +143,14 @@ def Gated(x: Any, r: Any, s: Any, e: Any) -> Any:
 
 CELLS = [cells.LSTM, cells.GRU, cells.PeepholeLSTM, cells.LayerNormLSTM, Odd]
 by_name = {"ids": lambda c: c.name}
+
+
+def forget_forms() -> None:
+    """What many other layers, and a change of the number of threads, do to forms in use."""
+    passes._FORMS.clear()
+    records = native.table()
+    assert records is not None
+    records.forget()
 
 
 def given_to_forward(layer: Layer, arrays: Arrays) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch_layers import Zoned, by_name, given_to_forward  # noqa: E402
+from torch_layers import Zoned, by_name, forget_forms, given_to_forward  # noqa: E402
 
 import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
@@ -292,5 +292,7 @@ def test_calls_that_nobody_observes_need_no_dispatcher(context: Any, direct: boo
         with context():
             assert look(tensors, text, hyper, True) is direct
         assert look(tensors, text, hyper, True)
+        forget_forms()
+        assert not look(tensors, text, hyper, True) and look(tensors, text, hyper, True)
         assert not look(tensors, text, hyper, keep=True)
         assert not look([tensors[0].as_subclass(Own), *tensors[1:]], text, hyper, True)

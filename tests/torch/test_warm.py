@@ -19,6 +19,7 @@ import torch
 from problems import forget_passes
 from processes import at_once
 from tolerances import assert_close, close
+from torch_layers import forget_forms
 
 import anycell
 import anycell.torch as at
@@ -169,6 +170,20 @@ def test_gradients_of_a_second_call_have_the_bits_of_the_first(
         for other in others:
             same(first, other)
     assert played[-1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_forms_that_are_made_again(training: bool, hits: list[bool]) -> None:
+    """As where so many layers run that the oldest forms go: later calls find their passes again."""
+    layer, x = at.LSTM(5, 8), torch.randn(3, 4, 5)
+    for _ in range(2):
+        with torch.set_grad_enabled(training):
+            right, _ = layer(x)
+            assert torch.equal(layer(x)[0], right) and hits[-1]
+            forget_forms()
+            layer(x)
+            layer(x)
+            assert torch.equal(layer(x)[0], right) and hits[-1]
 
 
 def test_calls_with_flags_and_of_16_bits(
