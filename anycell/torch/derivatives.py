@@ -23,6 +23,7 @@ from anycell.torch.fused import enter
 from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
+    left_alone,
     mapped,
     requires_grad,
     transformed,
@@ -263,3 +264,6 @@ def _join(count: int, array: Tensor, axis: int | None, rows: int | None) -> Tens
 
 
 ops.library.impl("forward", forward, "Autograd")
+for _kind in (Forward, Backward):  # torch.func calls them outside of a graph that breaks
+    for _name in ("forward", "setup_context", "backward", "vmap"):
+        left_alone(getattr(_kind, _name))
