@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anycell.read import Body, Equation, Refused, Rule, Values, Variable, leaves, mapped, places
 
+_COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd  # of ops that consist of others
 A = torch.ops.aten
 ROWS = (3, 5)  # of the two recordings
 places.skip(torch)
@@ -154,7 +155,8 @@ class Recorder(TorchDispatchMode):
                 scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
                 return args[0] * (kept * scale), kept != 0
         recorded, options = mapped(self._recorded, ([*args], kwargs))
-        parts = decomposition_table.get(op) or (op.decompose if op._can_decompose() else None)
+        composed = op.has_kernel_for_dispatch_key(_COMPOSED)
+        parts = decomposition_table.get(op) or (op.decompose if composed else None)
         ruled = packet in TABLE or packet in _LIKE
         if parts and not ruled and any(var.kind == "S" for var in leaves(recorded, Var)):
             outer, self.whole = self.whole, self.whole or str(packet)

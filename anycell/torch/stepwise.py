@@ -16,6 +16,8 @@ from anycell.read.trees import filled, leaves
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (x, state) -> (output, state)
 _LEAF = pytree.tree_structure(0)
+# Before PyTorch 2.5 structures have no hash.
+of_tree: Callable[[Any], Any] = repr if torch.__version__ < "2.5" else lambda tree: tree
 _tensors = frozenset([Tensor]).issuperset
 
 
@@ -99,7 +101,7 @@ class Steps(NamedTuple):
         """Returns what a reading depends on."""
         shape = self.shape_of_row
         return (
-            self.x_tree, self.state_tree, self.turned, self.batched,
+            of_tree(self.x_tree), of_tree(self.state_tree), self.turned, self.batched,
             self.batched and self.rows == 1,
             tuple([(shape(t, 1), t.dtype, t.device) for t in self.xs]),
             tuple([(shape(t, 0), t.dtype) for t in self.state]),

@@ -286,6 +286,8 @@ def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> N
         for run in (layer, by_hand(module))
     ]
     check_trees(*rows)
+    if table() is None:  # joined in PyTorch's own copies, which no edit changes
+        return
     output, _ = layer(x, h)
     with torch.no_grad():
         module.u.mul_(2.0)
