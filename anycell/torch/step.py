@@ -191,7 +191,8 @@ class RNNCell(OfCell):
         arrays = {"x": x.unsqueeze(0), **learned(self, cell)}
         if static is not None:
             arrays["static"] = static
-        for name, state in zip(state_names("state", cell), states, strict=bool(states)):
+        named = zip(state_names("state", cell), states, strict=True) if states else ()
+        for name, state in named:
             arrays[name] = state.unsqueeze(0)
         _, final, _ = run_layer(Layer(cell, self._sizes, options), arrays)
         return tuple([s.squeeze(0) for s in final])
