@@ -16,8 +16,19 @@ from anycell.read.trees import filled, leaves
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (x, state) -> (output, state)
 _LEAF = pytree.tree_structure(0)
-# Before PyTorch 2.5 structures have no hash.
-of_tree: Callable[[Any], Any] = repr if torch.__version__ < "2.5" else lambda tree: tree
+
+
+def _hashed(tree: Any) -> bool:
+    try:
+        return hash(tree) is not None
+    except TypeError:
+        return False
+
+
+# Structures of older PyTorch have no hash.
+of_tree: Callable[[Any], Any] = (
+    (lambda tree: tree) if _hashed(pytree.tree_structure({"h": 0})) else repr
+)
 _tensors = frozenset([Tensor]).issuperset
 
 

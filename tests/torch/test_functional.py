@@ -376,6 +376,51 @@ def test_a_gradient_of_many_elements(steps: list[Any], monkeypatch: pytest.Monke
 
 
 @of_torchscript
+@pytest.mark.parametrize("name", ["x", "state", "static", "mask", "resets", "reset_state"])
+def test_elements_of_each_array(name: str, steps: list[Any]) -> None:
+    """What differs alone has rows, which become rows of one batch."""
+    layer = at.RNN(cells.EALSTM, ENTERING, SIZE, **DOUBLE)
+    torch.manual_seed(3)
+    shapes = {"x": (STEPS, ROWS, ENTERING), "static": (ROWS, SIZE)}
+    arrays = {n: torch.randn(shape, **DOUBLE) for n, shape in shapes.items()}
+    arrays |= {n: torch.rand(STEPS, ROWS) < 0.6 for n in ("mask", "resets")}
+    arrays |= {n: torch.randn(1, ROWS, SIZE, **DOUBLE) for n in ("state", "reset_state")}
+    elements = torch.rand(3, *arrays[name].shape, **DOUBLE)
+    if name in ("mask", "resets"):
+        elements = elements < 0.6
+
+    def output(one: torch.Tensor) -> torch.Tensor:
+        given = {**arrays, name: one}
+        pairs = {n: (given.pop(n),) * 2 for n in ("state", "reset_state")}
+        return layer(given.pop("x"), pairs.pop("state"), **given, **pairs)[0]
+
+    assert_same([*torch.func.vmap(output)(elements)], [*map(output, elements)], "forward")
+    if elements.dtype is not torch.bool:
+        found = torch.func.vmap(torch.func.grad(lambda one: output(one).square().sum()))(elements)
+        right = [torch.func.grad(lambda one: output(one).square().sum())(one) for one in elements]
+        assert_same([*found], right)
+    assert not steps
+
+
+@of_torchscript
+def test_weights_of_8_bits(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of integers have no gradients: where these are taken, real weights run."""
+    layer = anycell.compress.quantize(at.RNN(cells.GRU, 8, 8).eval())
+    x = torch.randn(3, STEPS, ROWS, 8)
+    found = torch.func.vmap(lambda one: layer(one)[0])(x)
+    for one, other in zip(found, x, strict=True):
+        assert_close(one.detach().numpy(), layer(other)[0].detach().numpy(), "float32", "forward")
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: torch.func.vmap(lambda one: layer(one)[0])(x).sum())(x)
+
+    found = gradient(x)
+    assert not steps
+    monkeypatch.setattr(derivatives, "fits", lambda *_: False)
+    assert_close(found.numpy(), gradient(x).numpy(), "float32", "gradient")
+
+
+@of_torchscript
 def test_no_elements() -> None:
     layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
     assert torch.func.vmap(lambda x: layer(x)[0])(INPUT[:0]).shape == (0, STEPS, ROWS, SIZE)
