@@ -440,6 +440,9 @@ class Cell:
                 )
 
 
+_CACHED = {n for n, v in vars(Cell).items() if isinstance(v, functools.cached_property)}
+
+
 def learned(cell: Cell) -> tuple[str, ...]:
     """Returns the public names of all arrays that one direction of a layer may learn."""
     names = [f"weight_{PROJECTION}", f"bias_{PROJECTION}"]
@@ -455,16 +458,27 @@ def rewritten(
     kind: type[Rewritten] = Cell,  # type: ignore[assignment]
     **changes: Any,
 ) -> Rewritten:
-    """Returns a copy of a cell whose graph ``rule`` rewrites; ``declared`` orders its matmuls.
+    """Returns a copy of a cell whose graph ``rule`` rewrites; see ``remade``."""
+    return remade(cell, tuple(rewrite(cell.next, rule)), declared, kind, **changes)
+
+
+def remade(
+    cell: Cell,
+    graph: tuple[Expr, ...],
+    declared: Mapping[str, Declared],
+    kind: type[Rewritten] = Cell,  # type: ignore[assignment]
+    **changes: Any,
+) -> Rewritten:
+    """Returns a copy of a cell with another graph, whose matmuls ``declared`` orders.
 
     Args:
         kind: the class of the copy.
         changes: new values of attributes.
     """
     new = object.__new__(kind)
-    new.__dict__ |= cell.__dict__ | changes
-    new.__dict__.pop("keeps", None)  # cached for the old graph
-    new._derive(tuple(rewrite(cell.next, rule)), declared)
+    kept = {n: v for n, v in vars(cell).items() if n not in _CACHED}
+    new.__dict__ |= kept | changes
+    new._derive(graph, declared)
     return new
 
 

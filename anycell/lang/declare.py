@@ -117,8 +117,8 @@ class Linear:
 
     @functools.cached_property
     def bias_name(self) -> str:
-        """The public name of the bias."""
-        return f"bias_{self.shared}"
+        """The public name of the bias; of a matmul without one, a name that no array has."""
+        return f"bias_{self.shared if self.bias else self.name}"
 
     @property
     def recurrent(self) -> bool:

@@ -81,7 +81,7 @@ def backward(cell: Cell) -> Gradients:
             narrow = cell.broadcasts and node.narrow
             parts = TABLE[node.op].derivative(g, node, *node.args, *node.attrs)
             if cell.broadcasts and g.narrow and node.op in REDUCTIONS:
-                parts = (_of_each(cell, node, g),)
+                parts = (of_each(cell, node, g),)
             for arg, part in zip(node.args, parts, strict=True):
                 if part is not None:
                     accumulate(arg, part, None if narrow else cell.sizes.get(node, "H"))
@@ -98,7 +98,7 @@ def backward(cell: Cell) -> Gradients:
     )
 
 
-def _of_each(cell: Cell, reduction: Expr, g: Expr) -> Expr:
+def of_each(cell: Cell, reduction: Expr, g: Expr) -> Expr:
     """The gradient of each unit that a reduction combines, from a narrow ``g``: the gradient of the
     row's one number, or that of each unit to which groups return their results.
     """

@@ -44,11 +44,10 @@ def fits(layer: Layer, arrays: Arrays) -> bool:
     around = transforms()
     if around is None:
         return False
-    differentiated, elements = around
-    if differentiated and SCALES in arrays:
+    if around.derived and SCALES in arrays:
         return False
-    in_turns = (
-        differentiated
+    elements, in_turns = around.elements, (
+        around.derived
         or draws(layer)
         or any(mapped(t) for name, t in arrays.items() if row_axis(name, t.dim()) is None)
     )
@@ -70,7 +69,7 @@ def row_axis(name: str, axes: int) -> int | None:
 def forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
     """``anycell::forward`` where autograd or ``torch.func`` looks on."""
     layer, around = ops.read(text), transforms()
-    differentiated = around is not None and around[0]
+    differentiated = around is not None and around.gradients
     differentiated |= torch.is_grad_enabled() and any(map(requires_grad, tensors))
     if not (differentiated or around):
         results: list[Tensor] = torch.ops.anycell.run(tensors, text, hyper, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,24 +72,39 @@ def left_alone(function: Any) -> None:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
+class Transforms(NamedTuple):
+    """The transforms of ``torch.func`` and forward-mode derivatives around a call.
+
+    Attributes:
+        gradients: whether they take gradients.
+        derived: whether they take gradients or forward-mode derivatives.
+        elements: how many elements their vmaps have.
+    """
+
+    gradients: bool
+    derived: bool
+    elements: int
+
+
 @constant  # Dynamo enters torch.func's transforms while it traces them, and guards them itself
 def transformed() -> bool:
     """Whether tensors carry more than memory: torch.func's transforms, or forward-mode tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def transforms() -> tuple[bool, int] | None:
-    """Whether the transforms of ``torch.func`` around a call take gradients, and how many elements
-    their vmaps have; None if there are others or none, or if somebody looks on.
+def transforms() -> Transforms | None:
+    """The derivatives and vmaps around a call; None if there are none, or others, or if somebody
+    looks on.
     """
     kinds: Any = torch._C._functorch
     stack = kinds.get_interpreter_stack() or ()
-    grad, vmap = kinds.TransformType.Grad, kinds.TransformType.Vmap
-    used = {one.key() for one in stack}
-    if not stack or used - {grad, vmap} or forward_ad._current_level >= 0 or traced() or watched():
+    grad, vmap, forwards = (getattr(kinds.TransformType, n) for n in ("Grad", "Vmap", "Jvp"))
+    used, duals = {one.key() for one in stack}, forward_ad._current_level >= 0
+    if not (stack or duals) or used - {grad, vmap, forwards} or traced() or watched():
         return None
     vmaps = [kinds.CVmapInterpreterPtr(one) for one in stack if one.key() == vmap]
-    return grad in used, math.prod(one.batchSize() for one in vmaps)
+    derived = bool(used & {grad, forwards}) or duals
+    return Transforms(grad in used, derived, math.prod(one.batchSize() for one in vmaps))
 
 
 def mapped(tensor: Tensor) -> bool:

@@ -126,7 +126,8 @@ class Layout:
         """The first matmul whose packed weights are those of m."""
 
         def packed(m: Matmul) -> tuple[object, ...]:
-            return m.linear.weight, m.linear.outputs, m.units, m.inner, m.geometry
+            linear = m.linear
+            return linear.weight, linear.bias, linear.outputs, m.units, m.inner, m.geometry
 
         return next(other for other in self.matmuls if packed(other) == packed(m))
 
