@@ -8,17 +8,15 @@ derivatives of the cell (Pearlmutter, "Fast exact multiplication by the Hessian"
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
 from typing import Any
 
 from anycell.lang.cell import Cell, remade
 from anycell.lang.declare import MOST, Gate, Param, State
-from anycell.lang.expr import Expr, apply, const, shared_name, topological
+from anycell.lang.expr import Expr, apply, const, fail, is_const, shared_name, topological
 from anycell.lang.grad import of_each
 from anycell.lang.ops import TABLE
 from anycell.lang.trace import Declared
-
-DOT = "_dot"  # the end of the names of tangents
 
 
 class Tangent(Cell):
@@ -26,6 +24,7 @@ class Tangent(Cell):
 
     full: Cell
     varied: frozenset[str]
+    dot: str  # the end of the names of tangents
 
     def __call__(self, *args: Any, **hyper: Any) -> Cell:
         return tangent(self.full(*args, **hyper), self.varied)
@@ -41,43 +40,47 @@ def tangent(cell: Cell, varied: frozenset[str]) -> Tangent:
         s' = f(x, s, W),    s'_dot = df/dx x_dot + df/ds s_dot + df/dW W_dot
 
     Its states are ``s_dot`` and ``s``, its gates ``x`` and ``x_dot``, followed by the tangent of
-    the static input, if that varies, as a gate of its size. Weights, biases and parameters have
-    their names, and their tangents those names with ``DOT``.
+    the static input, if that varies, as a gate of its size. The tangents of weights, biases and
+    parameters have their names too, with an end that none of the cell's names has: ``_dot``, or for
+    the tangent of a tangent ``_dot2``.
 
     Args:
         varied: which of the cell's learned arrays, and "static", have tangents other than 0; for
             states and gates, any may have.
 
     Raises:
-        ValueError: if the cell has a name that ends in ``DOT``, or too many states or matmuls.
+        CellError: if its states or matmuls would be too many.
     """
+    if len(cell.states) > MOST // 2:
+        problem = f"The tangent of {cell.name} has {2 * len(cell.states)} states; at most {MOST}."
+        fail(problem, "give one of them a size of its own.")
     named = *cell.state_names, *cell.gates, *cell.learned, cell.static or ""
-    if any(name.endswith(DOT) for name in named) or len(cell.states) > MOST // 2:
-        raise ValueError(f"{cell.name} has no tangent")
+    ends = itertools.chain(["_dot"], (f"_dot{n}" for n in itertools.count(2)))
+    dot = next(end for end in ends if not any(name.endswith(end) for name in named))
     dots: dict[Expr, Expr] = {}
 
     def linear(node: Expr) -> Expr:
         """The tangent of an output of a matmul, W v_dot + W_dot v."""
         (matmul, output), (v,) = node.attrs, node.args
         weight = f"weight_{shared_name(matmul)}"
-        parts = [Expr("linear", (dots[v],), (_along(matmul), output))] if v in dots else []
+        parts = [Expr("linear", (dots[v],), (_along(matmul, dot), output))] if v in dots else []
         if weight in varied or f"bias_{shared_name(matmul)}" in varied:
-            parts.append(Expr("linear", (v,), (_dotted(matmul), output)))
+            parts.append(Expr("linear", (v,), (_dotted(matmul, dot), output)))
         if node.op == "preact":
-            parts.append(Expr("x", (), (output + DOT,)))
+            parts.append(Expr("x", (), (output + dot,)))
         return functools.reduce(functools.partial(apply, "add"), parts) if parts else const(0.0)
 
     def of(node: Expr) -> Expr | None:
         """The tangent of a node whose arguments' tangents are known."""
         if node.op in ("x", "state"):
-            return Expr(node.op, (), (node.attrs[0] + DOT,))
+            return Expr(node.op, (), (node.attrs[0] + dot,))
         if node.op in ("linear", "preact"):
             return linear(node)
         if node.op == "param":
             (name,) = node.attrs
-            return Expr("param", (), (name + DOT,)) if name in varied else None
+            return Expr("param", (), (name + dot,)) if name in varied else None
         if node.op == "static":
-            return Expr("x", (), (node.attrs[0] + DOT,)) if "static" in varied else None
+            return Expr("x", (), (node.attrs[0] + dot,)) if "static" in varied else None
         if node.op not in TABLE or not any(arg in dots for arg in node.args):
             return None
         if node.op in ("sum", "mean", "max"):
@@ -91,24 +94,24 @@ def tangent(cell: Cell, varied: frozenset[str]) -> Tangent:
         return functools.reduce(functools.partial(apply, "add"), parts) if parts else None
 
     for node in topological(cell.next):
-        dot = of(node)
-        if dot is not None and not (dot.op == "const" and dot.attrs[0] == 0.0):
-            dots[node] = dot
+        derived = of(node)
+        if derived is not None and not is_const(derived, 0.0):
+            dots[node] = derived
     graph = *(dots.get(node, const(0.0)) for node in cell.next), *cell.next
     declared: dict[str, Declared] = {}
     for l in cell.linears:
         first = cell.declared[l.name]._replace(size=l.out_size)
         declared[l.name] = first
-        declared[_along(l.name)] = first._replace(bias=False)
-        declared[_dotted(l.name)] = first._replace(bias=first.bias and l.bias_name in varied)
-    sizes = {name + DOT: size for name, size in cell.gate_sizes.items()}
+        declared[_along(l.name, dot)] = first._replace(bias=False)
+        declared[_dotted(l.name, dot)] = first._replace(bias=first.bias and l.bias_name in varied)
+    sizes = {name + dot: size for name, size in cell.gate_sizes.items()}
     if cell.static and "static" in varied:
-        sizes[cell.static + DOT] = cell.static_size
-    states = tuple(State(s.name + DOT, s.size) for s in cell.states)
-    params = tuple(Param(p.name + DOT, 0.0, p.size) for p in cell.params if p.name in varied)
+        sizes[cell.static + dot] = cell.static_size
+    states = tuple(State(s.name + dot, s.size) for s in cell.states)
+    params = tuple(Param(p.name + dot, 0.0, p.size) for p in cell.params if p.name in varied)
     return remade(
-        cell, graph, declared, Tangent, full=cell, varied=varied, text=None,
-        name=f"{cell.name}{DOT}", gates=(*cell.gates, *sizes), gate_sizes={**cell.gate_sizes, **sizes},
+        cell, graph, declared, Tangent, full=cell, varied=varied, dot=dot, text=None,
+        name=f"{cell.name}{dot}", gates=(*cell.gates, *sizes), gate_sizes={**cell.gate_sizes, **sizes},
         states=(*states, *cell.states), params=(*cell.params, *params),
     )  # fmt: skip
 
@@ -125,12 +128,12 @@ def _reduced(cell: Cell, node: Expr, dot: Expr) -> Expr:
     return apply(node.op, dot, attrs=(groups,))
 
 
-def _along(matmul: str) -> str:
+def _along(matmul: str, end: str) -> str:
     """The matmul of a tangent by the weight of ``matmul``."""
-    return f"{matmul}.along"
+    return f"{matmul}.{end}"
 
 
-def _dotted(matmul: str) -> str:
+def _dotted(matmul: str, end: str) -> str:
     """The matmul by a weight's tangent: "w_dot.1" for "w.1"."""
-    weight, dot, use = matmul.partition(".")
-    return f"{weight}{DOT}{dot}{use}"
+    weight, point, use = matmul.partition(".")
+    return f"{weight}{end}{point}{use}"

@@ -1,89 +1,110 @@
-"""A layer's derivative along a direction, as a call of a layer whose cell is a tangent cell.
+"""A layer's derivative along a direction, as calls of layers whose cell is a tangent cell.
 
 So first derivatives forwards, and second ones in any order, run on the engines that run the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from anycell.lang.expr import CellError
 from anycell.lang.namespaces import namespace
-from anycell.lang.tangent import DOT, tangent
+from anycell.lang.tangent import tangent
 from anycell.layer import steps
 from anycell.layer.arguments import Array
 from anycell.layer.signature import ENDS, FLAGS, OF_STATES
 from anycell.plan import Layer
 
-
-def along(
-    layer: Layer,
-    arrays: Mapping[str, Array],
-    dots: Mapping[str, Array],
-    linear: Callable[..., Array] = steps.linear,
-) -> tuple[Layer, dict[str, Array]]:
-    """Returns the layer whose output, and first final states, are the tangents of those of
-    ``layer``, and its arrays. Their sequences are the tangents of ``layer.sequences``.
-
-    Args:
-        arrays: by the names of ``signature``.
-        dots: the tangents of some of the arrays, by the same names; of others they are 0.
-        linear: computes ``x @ weight.T + bias`` from ``(x, weight, bias)``; the bias may be None.
-
-    Raises:
-        ValueError: if the cell has no tangent, see ``lang.tangent``; or for a recurrent mask.
-    """
-    cell, ends = layer.cell, ENDS[: len(layer.options.reverse)]
-    if "recurrent_mask" in arrays:
-        raise ValueError("recurrent_mask")
-    varied = {name.removesuffix(ENDS[1]) for name in dots} & {*cell.learned, "static"}
-    derived = tangent(cell, frozenset(varied - {"weight_ih", "bias_ih"}))
-    xp, made = namespace(arrays["x"]), {n: arrays[n] for n in FLAGS if n in arrays}
-    for name, array in arrays.items():
-        if name.startswith(OF_STATES):
-            made |= {name: array, name + DOT: dots.get(name, xp.zeros_like(array))}
-    if "static" in arrays:
-        made["static"] = arrays["static"]
-    for end in ends:
-        for name in (n for n in cell.learned if n + end in arrays and n not in _INPUT):
-            array = arrays[name + end]
-            made[name + end] = array
-            if name in varied:
-                made[name + DOT + end] = dots.get(name + end, xp.zeros_like(array))
-        made["x" + end] = _gates(layer, arrays, dots, end, linear)
-    sequences = tuple(name + DOT for name in layer.sequences)
-    changes = {"arrays": tuple(made), "sequences": sequences, "plan": None}
-    return layer._replace(cell=derived, **changes), made
-
-
+Arrays = Mapping[str, Array]  # by the names of ``signature``
 _INPUT = "weight_ih", "bias_ih"
 
 
-def _gates(
-    layer: Layer,
-    arrays: Mapping[str, Array],
-    dots: Mapping[str, Array],
-    end: str,
-    linear: Callable[..., Array],
-) -> Array:
+def along(
+    layer: Layer, arrays: Arrays, dots: Arrays, linear: Callable[..., Array] = steps.linear
+) -> list[tuple[Layer, dict[str, Array]]] | None:
+    """Returns for each direction the layer whose output and first final states are the tangents of
+    those of ``layer``, and its arrays; see ``join``. None if no kernel could run them.
+
+    Args:
+        dots: the tangents of some of the arrays; of the others they are 0.
+        linear: computes ``x @ weight.T + bias`` from ``(x, weight, bias)``; the bias may be None.
+    """
+    cell, options = layer.cell, layer.options
+    # Alone, a second direction would draw the random masks of a first one.
+    drawn = len(options.reverse) > 1 and options.training and cell.keeps
+    if drawn or "recurrent_mask" in arrays:
+        return None
+    varied = {name.removesuffix(ENDS[1]) for name in dots} & {*cell.learned, "static"}
+    varied |= {l.weight for l in cell.linears if l.bias_name in varied}
+    try:
+        derived = tangent(cell, frozenset(varied.difference(_INPUT)))
+    except CellError:
+        return None
+    made = []
+    for d, reverse in enumerate(options.reverse):
+        named, changes = _direction(layer, arrays, d), _direction(layer, dots, d)
+        xp = namespace(named["x"])
+        given = {n: a for n, a in named.items() if n not in ("x", *_INPUT)}
+        given["x"] = _gates(named, changes, linear)
+        for name, array in named.items():
+            learned = name in varied and name not in (*_INPUT, "static")
+            if learned or name.startswith(OF_STATES):
+                given[name + derived.dot] = changes.get(name, xp.zeros_like(array))
+        of_one = options._replace(reverse=(reverse,))
+        facts = {"cell": derived, "options": of_one, "arrays": tuple(given), "plan": None}
+        made.append((layer._replace(**facts), given))
+    return made
+
+
+def join(
+    layer: Layer, results: Sequence[tuple[Array, Sequence[Array]]]
+) -> tuple[Array, tuple[Array, ...]]:
+    """The tangents of the output and of the final states of a layer, from the outputs and final
+    states of the calls of ``along``.
+    """
+    outputs, finals = zip(*results, strict=True)
+    xp, count = namespace(outputs[0]), len(layer.cell.states)
+    if len(outputs) == 1:
+        return outputs[0], tuple(finals[0][:count])
+    parts = list(zip(*finals, strict=True))[:count]
+    return xp.concatenate(outputs, axis=-1), tuple(xp.concatenate(part, axis=0) for part in parts)
+
+
+def _direction(layer: Layer, arrays: Arrays, d: int) -> dict[str, Array]:
+    """The arrays of one direction of a layer, by their names in a layer of one."""
+    named, learned = dict[str, Array](), {name + ENDS[d]: name for name in layer.cell.learned}
+    for name, array in arrays.items():
+        if name.startswith(OF_STATES):
+            named[name] = array[d : d + 1]
+        elif name in learned:
+            named[learned[name]] = array
+        elif name in ("x", "static", *FLAGS):
+            named[name] = array
+    return named
+
+
+def _gates(arrays: Arrays, dots: Arrays, linear: Callable[..., Array]) -> Array:
     """The projected input of one direction, its tangent, and that of the static input."""
-    name = "x" + end if "x" + end in arrays else "x"
-    x = steps.unmasked({**arrays, "x": arrays[name]})
-    weight, bias = (arrays.get(n + end) for n in _INPUT)
-    d_weight, d_bias = (dots.get(n + end) for n in _INPUT)
-    if weight is not None:
-        gates = linear(x, weight, bias)
-    else:
-        gates = x if bias is None else x + bias
-    d_gates = namespace(gates).zeros_like(gates)
-    if name in dots:
-        d_x = steps.unmasked({**arrays, "x": dots[name]})
-        d_gates = d_gates + (d_x if weight is None else linear(d_x, weight, None))
+    x, xp = steps.unmasked(arrays), namespace(arrays["x"])
+    weight, bias = map(arrays.get, _INPUT)
+
+    def projected(x: Array, weight: Array | None, bias: Array | None) -> Array:
+        if weight is not None:
+            return linear(x, weight, bias)
+        return x if bias is None else x + bias
+
+    gates = projected(x, weight, bias)
+    d_gates = xp.zeros_like(gates)
+    if "x" in dots:
+        d_gates = projected(steps.unmasked({**arrays, "x": dots["x"]}), weight, None)
+    d_weight, d_bias = map(dots.get, _INPUT)
     if d_weight is not None:
         d_gates = d_gates + linear(x, d_weight, None)
     if d_bias is not None:
         d_gates = d_gates + d_bias
     parts = [gates, d_gates]
     if "static" in dots:
-        d_static = dots["static"]
-        parts.append(namespace(gates).broadcast_to(d_static, (x.shape[0], *d_static.shape)))
-    return namespace(gates).concatenate(parts, axis=-1)
+        static = dots["static"]
+        parts.append(xp.broadcast_to(static, (x.shape[0], *static.shape)))
+    return xp.concatenate(parts, axis=-1)

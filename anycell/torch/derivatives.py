@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anycell.layer.rounding import SCALES
 from anycell.layer.signature import FLAGS, OF_STATES
+from anycell.layer.tangents import along, join
 from anycell.plan import Layer
+from anycell.plan.layer import register
 from anycell.torch import ops
 from anycell.torch.composite import Arrays, composite
 from anycell.torch.fused import enter
@@ -46,10 +49,13 @@ def fits(layer: Layer, arrays: Arrays) -> bool:
         return False
     if around.derived and SCALES in arrays:
         return False
-    elements, in_turns = around.elements, (
-        around.derived
-        or draws(layer)
-        or any(mapped(t) for name, t in arrays.items() if row_axis(name, t.dim()) is None)
+    elements, in_turns = (
+        around.elements,
+        (
+            around.derived
+            or draws(layer)
+            or any(mapped(t) for name, t in arrays.items() if row_axis(name, t.dim()) is None)
+        ),
     )
     return elements > 0 and (elements <= ELEMENTS_A_STEP * len(arrays["x"]) or not in_turns)
 
@@ -102,8 +108,10 @@ class Forward(torch.autograd.Function):
         ctx.text, ctx.hyper, _, *tensors = inputs
         ctx.results = 1 + len(ops.read(ctx.text).cell.states)
         ctx.mark_non_differentiable(*output[ctx.results :])
+        ctx.kept = len(output) - ctx.results
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[ctx.results :])
+        ctx.save_for_forward(*tensors)
         ctx.count = len(tensors)
 
     @staticmethod
@@ -121,6 +129,12 @@ class Forward(torch.autograd.Function):
         return None, None, None, *[next(made) if need else None for need in needs]
 
     @staticmethod
+    def jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors[: ctx.count]
+        made = tangents(ctx.text, ctx.hyper, tensors, dots[3:])
+        return *made, *[None] * ctx.kept
+
+    @staticmethod
     def vmap(
         info: Any, dims: tuple[Any, ...], text: str, hyper: Any, keep: bool, *tensors: Tensor
     ) -> Elements:
@@ -131,7 +145,7 @@ class Forward(torch.autograd.Function):
 
 
 class Backward(torch.autograd.Function):
-    """``anycell::backward``, whose own derivative is computed step by step."""
+    """``anycell::backward``."""
 
     @staticmethod
     def forward(
@@ -141,27 +155,47 @@ class Backward(torch.autograd.Function):
         # Of a transform that has ended, as ``torch.func.vjp``'s, tensors are mere wrappers.
         tensors, kept, arriving = _parts([*map(unwrapped, arrays)], counts)
         kept = [t.contiguous() for t in kept]  # of an element
-        return tuple(torch.ops.anycell.backward(tensors, kept, arriving, text, hyper, there, needs))
+        with torch._C._AutoDispatchBelowAutograd():
+            made = torch.ops.anycell.backward(tensors, kept, arriving, text, hyper, there, needs)
+        return tuple(made)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *ctx.facts, ctx.counts = inputs[:5]
+        ctx.facts = inputs[:5]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[5:])
+        ctx.save_for_forward(*inputs[5:])
 
     @staticmethod
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Any, ...]:
-        text, hyper, there, given = ctx.facts
-        arrays, needs = [*map(unwrapped, ctx.saved_tensors)], ctx.needs_input_grad[5:]
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
+        text, hyper, there, given, counts = ctx.facts
+        tensors, _, first = _parts([*map(unwrapped, ctx.saved_tensors)], counts)
+        needs, _, first_needs = _parts(ctx.needs_input_grad[5:], counts)
+        along, made = iter(arriving), iter(())
+        dots = [next(along) if need else None for need in given]
+        if not any(dot is not None for dot in dots):
+            return (None,) * len(ctx.needs_input_grad)
+        # The derivative, along the gradient's gradient, of what the gradients arrive for.
+        ends, pull = _derived(text, hyper, there, needs, tensors, dots)
+        made = iter(pull(tuple(first)))
+        of_tensors = [next(made) if need else None for need in needs]
+        of_first = [end if need else None for end, need in zip(ends, first_needs, strict=True)]
+        return *[None] * 5, *of_tensors, *[None] * counts[1], *of_first
 
-        def gradients(*some: Tensor) -> tuple[Tensor, ...]:
-            varied = iter(some)
-            every = [next(varied) if need else t for t, need in zip(arrays, needs, strict=True)]
-            tensors, _, first = _parts(every, ctx.counts)
-            return by_steps(text, hyper, there, given, tensors, first)
-
-        pull: Any = torch.func.vjp(gradients, *itertools.compress(arrays, needs))[1]
-        made = iter(pull(arriving))
-        return *[None] * 5, *[next(made) if need else None for need in needs]
+    @staticmethod
+    def jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, ...]:
+        text, hyper, there, given, counts = ctx.facts
+        tensors, kept, first = _parts(ctx.saved_tensors, counts)
+        along, _, d_first = _parts(dots[5:], counts)
+        parts = list[Sequence[Tensor]]()
+        if any(dot is not None for dot in along):
+            parts.append(_derived(text, hyper, there, given, tensors, along)[1](tuple(first)))
+        if any(dot is not None for dot in d_first):
+            changes = [
+                torch.zeros_like(g) if d is None else d for g, d in zip(first, d_first, strict=True)
+            ]
+            parts.append(Backward.apply(*ctx.facts, *tensors, *kept, *changes))
+        return tuple(functools.reduce(torch.add, terms) for terms in zip(*parts, strict=True))
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> Elements:
@@ -204,6 +238,52 @@ def by_steps(
         return gradients
 
     return enter(layer.cell, "backward", derive)
+
+
+def tangents(
+    text: str, hyper: Sequence[float], tensors: Sequence[Tensor], dots: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The tangents of the output and of the final states, where those of ``tensors`` are ``dots``;
+    None is 0.
+    """
+    layer, arrays = ops.unpack(tensors, text, hyper)
+    varied = {
+        n: d for n, d in zip(layer.arrays, dots, strict=True) if d is not None and n in arrays
+    }
+    calls = along(layer, arrays, varied, F.linear)
+    if calls is None:
+
+        def run(*some: Tensor) -> tuple[Tensor, ...]:
+            output, final, _ = composite(layer, {**arrays, **dict(zip(varied, some, strict=True))})
+            return output, *final
+
+        primals = tuple(arrays[name] for name in varied)
+        made: tuple[Tensor, ...] = torch.func.jvp(run, primals, tuple(varied.values()))[1]
+        return made
+    results = []
+    for call in calls:
+        register(call[0].cell)
+        output, final, _ = ops.run(*call, forward) or composite(*call)
+        results.append((output, final))
+    output, final = join(layer, results)
+    return output, *final
+
+
+def _derived(
+    text: str, hyper: Sequence[float], there: Sequence[bool], needs: Sequence[bool],
+    tensors: Sequence[Tensor], dots: Sequence[Tensor | None],
+) -> tuple[tuple[Tensor, ...], Any]:  # fmt: skip
+    """The ``tangents`` that are ``there``, and the function from their gradients to those of the
+    tensors that need one.
+    """
+
+    def run(*some: Tensor) -> tuple[Tensor, ...]:
+        varied = iter(some)
+        given = [next(varied) if need else t for t, need in zip(tensors, needs, strict=True)]
+        return tuple(itertools.compress(tangents(text, hyper, given, dots), there))
+
+    made: tuple[tuple[Tensor, ...], Any] = torch.func.vjp(run, *itertools.compress(tensors, needs))
+    return made
 
 
 def _parts(arrays: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
@@ -262,7 +342,16 @@ def _join(count: int, array: Tensor, axis: int | None, rows: int | None) -> Tens
     return every.movedim(0, rows).flatten(rows, rows + 1)
 
 
+def backward(
+    tensors: Sequence[Tensor], kept: Sequence[Tensor], arriving: Sequence[Tensor], *facts: Any
+) -> list[Tensor]:
+    """``anycell::backward`` where autograd or ``torch.func`` looks on."""
+    given = *facts, (len(tensors), len(kept)), *tensors, *kept, *arriving
+    return list((Backward.apply if torch.is_grad_enabled() else Backward.forward)(*given))
+
+
 ops.library.impl("forward", forward, "Autograd")
+ops.library.impl("backward", backward, "Autograd")
 for _kind in (Forward, Backward):  # torch.func calls them outside of a graph that breaks
-    for _name in ("forward", "setup_context", "backward", "vmap"):
+    for _name in ("forward", "setup_context", "backward", "jvp", "vmap"):
         left_alone(getattr(_kind, _name))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from anycell.plan.dtype import dtypes
 from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
-from anycell.torch.observers import autocast, stepwise, watched
+from anycell.torch.observers import ORDINARY, autocast, unlike_memory, watched
 from anycell.torch.threads import threads
 
 
@@ -123,22 +124,27 @@ class Fused(torch.autograd.Function):
         inside = {name: gradient.resolve_neg() for name, gradient in pairs if gradient is not None}
         # The GPU's kernels take gradients of outputs and final states, but of no other sequence.
         elsewhere = bool(inside) and layer.plan.engine == "gpu"
-        by_torch = stepwise(arriving, saved) or watched() or elsewhere
+        unlike = unlike_memory(arriving, saved, ORDINARY) or watched() or elsewhere
+        by_torch = unlike or torch.is_grad_enabled()
         if of_step and not by_torch:
             known = tensors, saved[len(needs) :], ctx.states, arriving[:ends], needs, inside
             return None, None, None, *enter(layer.cell, "backward", names.backward, layer, *known)
         given = dict(zip(range(len(needs)) if of_step else names, tensors, strict=True))
         wanted = {name for name, need in zip(given, needs, strict=True) if need}
-        gradients: Mapping[Any, Tensor | None]
+        by_name: Mapping[Any, Tensor | None]
         if by_torch:
             run: Any = differentiable
             lay = (lambda given: layered(names.enter([*given.values()]))) if of_step else dict
-            gradients = enter(layer.cell, "backward", run, layer, given, wanted, arriving, lay)
+            fits = not (unlike or layer.sequences or "recurrent_mask" in given)
+            call = layer, given, wanted, arriving, saved[len(needs) :], fits, lay
+            by_name = enter(layer.cell, "backward", run, *call)
         else:
             kept = Kept.of(saved[len(needs) :], ctx.states, len(layer.options.reverse))
-            call = layer, given, kept, arriving[:ends], wanted, inside
-            gradients = enter(layer.cell, "backward", run_backward, *call)
-        found = [gradients.get(n) if n in wanted else None for n in given]
+            by_name = enter(
+                layer.cell, "backward", run_backward,
+                layer, given, kept, arriving[:ends], wanted, inside,
+            )  # fmt: skip
+        found = [by_name.get(n) if n in wanted else None for n in given]
         return None, None, None, *found
 
 
@@ -220,26 +226,48 @@ def rounded(plan: Plan) -> Plan:
 
 def differentiable(
     layer: Layer, tensors: Mapping[Any, Tensor], wanted: set[Any],
-    arriving: Sequence[Tensor | None], lay: Callable[[Any], Arrays] = dict,
+    arriving: Sequence[Tensor | None], kept: Sequence[Tensor], fits: bool,
+    lay: Callable[[Any], Arrays] = dict,
 ) -> dict[Any, Tensor | None]:  # fmt: skip
-    """Returns gradients by torch's operations, so that they can be differentiated again, and seen:
-    by autograd, through the composite.
+    """Returns gradients that can be differentiated again, and seen: by ``anycell::backward`` if
+    that ``fits``, otherwise by autograd through the composite.
 
     Args:
+        kept: by the forward pass.
         lay: makes the layer's arrays of the tensors.
     """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Differentiates for views of the inputs, because one input may depend on another.
         places = {n: t.view_as(t) if n in wanted else t for n, t in tensors.items()}
-        output, final, others = composite(layer, lay(places))
-        ends = zip((output, *final, *others), arriving, strict=True)
+        arrays = lay(places)
+        if again and fits:
+            ends = gradients(layer, arrays, kept, arriving)
+        else:
+            output, final, others = composite(layer, arrays)
+            ends = zip((output, *final, *others), arriving, strict=True)
         outputs, arriving = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
         inputs = {name: t for name, t in places.items() if name in wanted}
-        gradients = torch.autograd.grad(
+        made = torch.autograd.grad(
             outputs, list(inputs.values()), arriving, create_graph=again, allow_unused=True
         )
-    return dict(zip(inputs, gradients, strict=True))
+    return dict(zip(inputs, made, strict=True))
+
+
+def gradients(
+    layer: Layer, arrays: Arrays, kept: Sequence[Tensor], arriving: Sequence[Tensor | None]
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """A layer's arrays that require a gradient, each with it, by ``anycell::backward``."""
+    there, needs = [g is not None for g in arriving], [t.requires_grad for t in arrays.values()]
+    kind, options = str(arrays["x"].dtype).removeprefix("torch."), layer.options
+    called = Layer(layer.cell, layer.sizes, options._replace(threads=1), kind, tuple(arrays))
+    if options.checkpoint is not None:  # the operator runs forwards again
+        kept = ()
+    made = torch.ops.anycell.backward(
+        [*arrays.values()], kept, [g for g in arriving if g is not None],
+        called.text(hyper=False), [*layer.cell.hyper.values()], there, needs,
+    )  # fmt: skip
+    return zip(itertools.compress(arrays.values(), needs), made, strict=True)
 
 
 def enter(cell: Cell, what: str, run: Callable[..., Returned], *arguments: Any) -> Returned:

@@ -99,11 +99,13 @@ def transforms() -> Transforms | None:
     kinds: Any = torch._C._functorch
     stack = kinds.get_interpreter_stack() or ()
     grad, vmap, forwards = (getattr(kinds.TransformType, n) for n in ("Grad", "Vmap", "Jvp"))
-    used, duals = {one.key() for one in stack}, forward_ad._current_level >= 0
-    if not (stack or duals) or used - {grad, vmap, forwards} or traced() or watched():
+    used, duals = [one.key() for one in stack], forward_ad._current_level >= 0
+    if not (stack or duals) or {*used} - {grad, vmap, forwards} or traced() or watched():
+        return None
+    if used.count(forwards) > 1:  # within the derivative of a Function, PyTorch has no other
         return None
     vmaps = [kinds.CVmapInterpreterPtr(one) for one in stack if one.key() == vmap]
-    derived = bool(used & {grad, forwards}) or duals
+    derived = grad in used or forwards in used or duals
     return Transforms(grad in used, derived, math.prod(one.batchSize() for one in vmaps))
 
 
@@ -138,13 +140,6 @@ def watched() -> bool:
         return True
     # ``torch.device`` and ``torch.set_default_device`` only say where new tensors go.
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
-
-
-def stepwise(arriving: Sequence[Tensor | None], saved: Iterable[Tensor]) -> bool:
-    """Whether a backward pass must consist of torch's operations: to be differentiated again, or
-    for what ``unlike_memory`` says.
-    """
-    return unlike_memory(arriving, saved, ORDINARY) or torch.is_grad_enabled()
 
 
 def unlike_memory(

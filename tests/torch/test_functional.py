@@ -252,60 +252,64 @@ def test_elements_of_a_vmap_with_weights_of_their_own(
 F = torch.func
 INPUT = torch.randn(3, STEPS, ROWS, ENTERING, **DOUBLE)
 # Each takes the output and the loss as functions of weights and x, the weights, and those of three
-# layers. The number says how many times what it derives goes step by step.
-TRANSFORMS: dict[str, tuple[Any, int]] = {
-    "grad": (lambda out, loss, w, ws: F.grad(loss, (0, 1))(w, INPUT[0]), 0),
-    "vjp": (
-        lambda out, loss, w, ws: F.vjp(out, w, INPUT[0])[1](
-            INPUT[0, ..., :1] + 0 * out(w, INPUT[0])
-        ),
-        0,
+# layers.
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda out, loss, w, ws: F.grad(loss, (0, 1))(w, INPUT[0]),
+    "vjp": lambda out, loss, w, ws: F.vjp(out, w, INPUT[0])[1](
+        INPUT[0, ..., :1] + 0 * out(w, INPUT[0])
     ),
-    "rows": (lambda out, loss, w, ws: F.vmap(out, (None, 2), 1)(w, INPUT.movedim(0, 2)), 0),
-    "gradients per element": (
-        lambda out, loss, w, ws: F.vmap(F.grad(loss), (None, 0))(w, INPUT),
-        0,
+    "rows": lambda out, loss, w, ws: F.vmap(out, (None, 2), 1)(w, INPUT.movedim(0, 2)),
+    "gradients per element": lambda out, loss, w, ws: F.vmap(F.grad(loss), (None, 0))(w, INPUT),
+    "gradients of rows": lambda out, loss, w, ws: F.vmap(F.grad(loss, 1), (None, 0))(w, INPUT),
+    "gradient of rows": lambda out, loss, w, ws: F.grad(
+        lambda w: F.vmap(loss, (None, 0))(w, INPUT).sum()
+    )(w),
+    "ensemble": lambda out, loss, w, ws: F.vmap(F.grad(loss), (0, None))(ws, INPUT[0]),
+    "nested": lambda out, loss, w, ws: F.vmap(F.vmap(F.grad(loss), (None, 0)), (0, None))(
+        ws, INPUT
     ),
-    "gradients of rows": (lambda out, loss, w, ws: F.vmap(F.grad(loss, 1), (None, 0))(w, INPUT), 0),
-    "gradient of rows": (
-        lambda out, loss, w, ws: F.grad(lambda w: F.vmap(loss, (None, 0))(w, INPUT).sum())(w),
-        0,
+    "jacrev": lambda out, loss, w, ws: F.jacrev(lambda x: out(w, x)[-1, 0])(INPUT[0]),
+    "jacrev of a weight": lambda out, loss, w, ws: F.jacrev(
+        lambda v: out({**w, "weight_hh_l0": v}, INPUT[0])[-1, 0]
+    )(w["weight_hh_l0"]),
+    "a step of gradients within": lambda out, loss, w, ws: F.grad(
+        lambda w: loss(
+            {
+                n: v - 0.1 * g
+                for (n, v), g in zip(w.items(), F.grad(loss)(w, INPUT[0]).values(), strict=True)
+            },
+            INPUT[1],
+        )
+    )(w),
+    "second derivatives of rows": lambda out, loss, w, ws: F.vmap(
+        F.grad(lambda x: F.grad(loss, 1)(w, x).square().sum())
+    )(INPUT),
+    "jacrev of jacrev": lambda out, loss, w, ws: F.jacrev(F.jacrev(lambda x: loss(w, x)))(
+        INPUT[0, :2]
     ),
-    "ensemble": (lambda out, loss, w, ws: F.vmap(F.grad(loss), (0, None))(ws, INPUT[0]), 0),
-    "nested": (
-        lambda out, loss, w, ws: F.vmap(F.vmap(F.grad(loss), (None, 0)), (0, None))(ws, INPUT),
-        0,
+    "hessian": lambda out, loss, w, ws: F.hessian(lambda x: loss(w, x))(INPUT[0, :2]),
+    "jvp": lambda out, loss, w, ws: F.jvp(lambda x: out(w, x), (INPUT[0],), (INPUT[1],)),
+    "jvp of weights": lambda out, loss, w, ws: F.jvp(
+        lambda w: out(w, INPUT[0]), (w,), ({n: v[1] for n, v in ws.items()},)
     ),
-    "jacrev": (lambda out, loss, w, ws: F.jacrev(lambda x: out(w, x)[-1, 0])(INPUT[0]), 0),
-    "jacrev of a weight": (
-        lambda out, loss, w, ws: F.jacrev(lambda v: out({**w, "weight_hh_l0": v}, INPUT[0])[-1, 0])(
-            w["weight_hh_l0"]
-        ),
-        0,
+    "jvp of some weights": lambda out, loss, w, ws: F.jvp(
+        lambda v: loss({**w, "weight_hh_l0": v}, INPUT[0]),
+        (w["weight_hh_l0"],),
+        (ws["weight_hh_l0"][1],),
     ),
-    "a step of gradients within": (
-        lambda out, loss, w, ws: F.grad(
-            lambda w: loss(
-                {
-                    n: v - 0.1 * g
-                    for (n, v), g in zip(w.items(), F.grad(loss)(w, INPUT[0]).values(), strict=True)
-                },
-                INPUT[1],
-            )
-        )(w),
-        1,
+    "jacfwd": lambda out, loss, w, ws: F.jacfwd(lambda x: out(w, x)[-1, 0])(INPUT[0, :2]),
+    "jvp of rows": lambda out, loss, w, ws: F.vmap(
+        lambda x, d: F.jvp(lambda x: out(w, x), (x,), (d,))[1]
+    )(INPUT, INPUT.flip(0)),
+    "jvp of gradients": lambda out, loss, w, ws: F.jvp(
+        F.grad(loss), (w, INPUT[0]), ({n: v[1] for n, v in ws.items()}, INPUT[1])
     ),
-    "second derivatives of rows": (
-        lambda out, loss, w, ws: F.vmap(F.grad(lambda x: F.grad(loss, 1)(w, x).square().sum()))(
-            INPUT
-        ),
-        1,
-    ),
-    "jacrev of jacrev": (
-        lambda out, loss, w, ws: F.jacrev(F.jacrev(lambda x: loss(w, x)))(INPUT[0, :2]),
-        1,
-    ),
-    "hessian": (lambda out, loss, w, ws: F.hessian(lambda x: loss(w, x))(INPUT[0, :2]), 1),
+    "gradient of a jvp": lambda out, loss, w, ws: F.grad(
+        lambda w: F.jvp(lambda x: loss(w, x), (INPUT[0],), (INPUT[1],))[1]
+    )(w),
+    "third derivatives": lambda out, loss, w, ws: F.grad(
+        lambda w: F.grad(lambda x: F.grad(loss, 1)(w, x).square().sum())(INPUT[0]).square().sum()
+    )(w),
 }
 
 
@@ -323,7 +327,7 @@ TRANSFORMS: dict[str, tuple[Any, int]] = {
 def test_transforms(
     cell: Any, options: Any, transform: str, steps: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run fused but for second derivatives, with the numbers of a run step by step."""
+    """They run fused, with the numbers of a run step by step."""
     layer = at.RNN(cell, ENTERING, SIZE, **options, **DOUBLE)
     lengths, resets = torch.tensor([6, 2, 0]), torch.rand(STEPS, ROWS) < 0.3
     flags = {"lengths": lengths, "resets": resets}
@@ -338,12 +342,32 @@ def test_transforms(
         output, (h, *_) = torch.func.functional_call(layer, weights, (x,))
         return output.square().sum() + h.tanh().sum()
 
-    run, stepped = TRANSFORMS[transform]
+    run = TRANSFORMS[transform]
     found = torch.utils._pytree.tree_leaves(run(out, loss, weights, several))
-    assert bool(steps) == bool(stepped)
+    assert not steps
     monkeypatch.setattr(derivatives, "fits", lambda *_: False)
     right = torch.utils._pytree.tree_leaves(run(out, loss, weights, several))
     assert_same(found, right)
+
+
+@of_torchscript
+def test_a_jvp_of_a_jvp(steps: list[Any]) -> None:
+    """It goes step by step: PyTorch takes the inner derivative of an operator for a constant."""
+    layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
+
+    def second(run: Any) -> torch.Tensor:
+        def slope(x: torch.Tensor) -> torch.Tensor:
+            return torch.func.jvp(run, (x,), (INPUT[1],))[1]
+
+        return torch.func.jvp(slope, (INPUT[0],), (INPUT[2],))[1]
+
+    found = second(lambda x: layer(x)[0])
+    assert steps
+    right = torch.func.jvp(  # by gradients
+        lambda x: torch.func.vjp(lambda dot: torch.func.jvp(layer, (x,), (dot,))[1][0], INPUT[1])[0],
+        (INPUT[0],), (INPUT[2],),
+    )[1]  # fmt: skip
+    assert_same([found], [right])
 
 
 def test_a_backward_pass_after_its_transform(steps: list[Any]) -> None:
@@ -564,7 +588,7 @@ def test_engines() -> None:
         at.recurrence(cells.LSTM, x.to(torch.float8_e4m3fn), eighths, engine="cpu")
     step = functools.partial(at.recurrence, cells.LSTM, weights=arguments[2], engine="cpu")
     with pytest.raises(ValueError, match=r"engine='cpu' cannot run this call: .*torch\.func"):
-        torch.func.jvp(step, (arguments[1],), (arguments[1],))
+        torch.func.jacfwd(torch.func.jacfwd(step))(arguments[1])
 
 
 @whole_graphs
