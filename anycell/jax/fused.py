@@ -1,14 +1,15 @@
-"""A layer by the kernels of the engines, as three primitives of JAX.
+"""A layer by the kernels of the engines, as four primitives of JAX.
 
     layer       the results, and with ``keep`` what a backward pass reads
     backward    the gradients of arrays, from those of the results: the derived backward pass
     linear      the derivative in a direction, whose transpose is ``backward``
+    second      the derivative of ``backward`` in a direction of the arrays: its own transpose
 
-So ``grad`` of a layer is ``layer`` and ``backward``. Under ``vmap`` the elements of a layer become
-rows of its batch; if they differ in what has no rows, such as weights, they run one after the other
-on the CPU, and in the same launches on a card: ``apart`` says which operands differ. All else is
-the layer step by step: ``linear`` itself, as forward mode needs it, derivatives of these three, and
-what other platforms run.
+So ``grad`` of a layer is ``layer`` and ``backward``; derivatives in a direction, and of these two,
+are layers whose cell is the cell's tangent. Under ``vmap`` the elements of a layer become rows of
+its batch; if they differ in what has no rows, such as weights, they run one after the other on the
+CPU, and in the same launches on a card: ``apart`` says which operands differ. Other platforms run a
+layer step by step.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from anycell.layer.foreign import Seed
 from anycell.layer.sequences import keeping as keeping_states
 from anycell.layer.sequences import sequences
 from anycell.layer.steps import Results
+from anycell.layer.tangents import along, join
 from anycell.plan import Layer, Plan
 from anycell.plan import plan as make_plan
 
@@ -241,12 +243,58 @@ def _backward_by_scan(*flat: Array, layer: Layer, wanted: Names, arriving: Names
     return list(pull_back([d.get(name, jnp.zeros_like(result)) for name, result in names]))
 
 
+# ---- derivatives in a direction ------------------------------------------------------------------
+def _tangents(layer: Layer, arrays: Arrays, dots: Arrays) -> Flat | None:
+    """The tangents of the results, by layers of the cell's tangent, see ``layer.tangents``; None if
+    their engine has no kernel for one.
+    """
+    stored = dict(layer.stored)
+    whole, moved = (
+        {n: stored[n].of(a) if n in stored else a for n, a in some.items()}
+        for some in (arrays, dots)
+    )
+    calls = along(layer, whole, moved)
+    if calls is None:
+        return None
+    results = []
+    for called, given in calls:
+        of_old = layer.plan
+        plan = make_plan(called.cell, of_old.hidden_size, of_old.dtype, of_old.engine, of_old.sizes)
+        if plan.engine != of_old.engine:
+            return None
+        results.append(run(called._replace(plan=plan), given))
+    return jax.tree.leaves(join(layer, results))
+
+
 @_of_elements
-def _linear_by_scan(*flat: Array, layer: Layer, moved: Names) -> Flat:
+def _run_linear(*flat: Array, layer: Layer, moved: Names) -> Flat:
     """Takes the arrays of the call, the tangents of those that move, and what was kept."""
     count, places = len(layer.arrays), [layer.arrays.index(name) for name in moved]
     tangents = list(flat[count : count + len(moved)])
-    return _along(partial(layer_by_scan, layer=layer), flat[:count], places, tangents)
+    arrays, dots = layer.named(flat[:count]), dict(zip(moved, tangents, strict=True))
+    made = _tangents(layer, arrays, dots)
+    if made is None:
+        made = _along(partial(layer_by_scan, layer=layer), flat[:count], places, tangents)
+    return made
+
+
+@_of_elements
+def _run_second(*flat: Array, layer: Layer, wanted: Names, arriving: Names, moved: Names) -> Flat:
+    """Takes the arrays of the call, the tangents of those that move, and the gradients that arrive."""
+    count = len(layer.arrays)
+    arrays, d = (
+        layer.named(flat[:count]),
+        dict(zip(arriving, flat[count + len(moved) :], strict=True)),
+    )
+    tangents = flat[count : count + len(moved)]
+
+    def of_wanted(*some: Array) -> Flat:
+        changed = arrays | dict(zip(wanted, some, strict=True))
+        results = _run_linear(*changed.values(), *tangents, layer=layer, moved=moved)
+        return [r for name, r in zip(layer.results, results, strict=True) if name in d]
+
+    _, pull_back = jax.vjp(of_wanted, *(arrays[name] for name in wanted))
+    return list(pull_back([d[name] for name in layer.results if name in d]))
 
 
 # ---- the primitives ------------------------------------------------------------------------------
@@ -321,7 +369,8 @@ def primitive_of(
 
 _layer = primitive_of("layer", _run_layer, layer_by_scan)
 _backward = primitive_of("backward", _run_backward, _backward_by_scan)
-_linear = primitive_of("linear", _linear_by_scan, _linear_by_scan)
+_linear = primitive_of("linear", _run_linear, _run_linear)
+_second = primitive_of("second", _run_second, _run_second)
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
@@ -348,6 +397,27 @@ def _layer_derivative(
     return (made, [*along, *map(jnp.zeros_like, kept)]) if keep else (made[:count], along)
 
 
+def _backward_derivative(
+    flat: Any, tangents: Any, *, layer: Layer, wanted: Names, arriving: Names, apart: Flags = ()
+) -> tuple[Flat, Flat]:
+    """The gradients are linear in those that arrive; how they depend on the arrays, says
+    ``_second``.
+    """
+    static: dict[str, Any] = {"layer": layer, "wanted": wanted, "arriving": arriving}
+    made, count = _backward.bind(*flat, **static, apart=apart), len(layer.arrays)
+    middle, moved, parts = count + len(arriving), moved_of(tangents[:count]), list[Flat]()
+    if any(type(t) is not ad.Zero for t in tangents[count:middle]):
+        d = map(ad.instantiate_zeros, tangents[count:middle])
+        parts.append(_backward.bind(*flat[:count], *d, *flat[middle:], **static, apart=apart))
+    if moved:
+        if apart:
+            apart = *apart[:count], *(apart[i] for i in moved), *apart[count:middle]
+        given = *flat[:count], *(tangents[i] for i in moved), *flat[count:middle]
+        names = tuple(layer.arrays[i] for i in moved)
+        parts.append(_second.bind(*given, **static, moved=names, apart=apart))
+    return made, [sum(terms[1:], terms[0]) for terms in zip(*parts, strict=True)]
+
+
 def derivative_by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Callable[..., Any]:
     """The derivative of a primitive, from what it is step by step."""
 
@@ -360,8 +430,9 @@ def derivative_by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Calla
 
 
 ad.primitive_jvps[_layer] = _layer_derivative
-ad.primitive_jvps[_backward] = derivative_by_scan(_backward, _backward_by_scan)
-ad.primitive_jvps[_linear] = derivative_by_scan(_linear, _linear_by_scan)
+ad.primitive_jvps[_backward] = _backward_derivative
+for _primitive, _function in ((_linear, _run_linear), (_second, _run_second)):
+    ad.primitive_jvps[_primitive] = derivative_by_scan(_primitive, _function)
 
 
 def _transposed(
@@ -381,13 +452,56 @@ def _transposed(
     # No kernel has the gradient of ``recurrent_mask``.
     run = _backward_by_scan if "recurrent_mask" in moved else _backward.bind
     gradients = run(*operands, layer=layer, **static)
-    if apart:  # the gradient of what elements share is a sum
-        shared = [not several for several in apart[count : count + len(moved)]]
-        gradients = [g.sum(0) if s else g for g, s in zip(gradients, shared, strict=True)]
+    gradients = _of_shared(gradients, apart[count : count + len(moved)])
     return [*none, *gradients, *[None] * len(kept)]
 
 
+def _transposed_backward(
+    cotangents: Sequence[Any], *flat: Any, layer: Layer, wanted: Names, arriving: Names,
+    apart: Flags = (),
+) -> list[Any]:  # fmt: skip
+    """The gradients of those that arrive are tangents of the results."""
+    count, middle = len(layer.arrays), len(layer.arrays) + len(arriving)
+    there = {n: u for n, u in zip(wanted, cotangents, strict=True) if type(u) is not ad.Zero}
+    if not there:
+        return [None] * len(flat)
+    kept, of_all = flat[middle:], [*apart[:count], *[True] * (len(there) + len(flat) - middle)]
+    static: dict[str, Any] = {"layer": layer, "moved": tuple(there)}
+    static |= {"apart": tuple(of_all)} if apart else {}
+    made = _linear.bind(*flat[:count], *there.values(), *kept, **static)
+    named = dict(zip(layer.results, made, strict=True))
+    gradients = _of_shared([named[name] for name in arriving], apart[count:middle])
+    return [*[None] * count, *gradients, *[None] * len(kept)]
+
+
+def _transposed_second(
+    cotangents: Sequence[Any], *flat: Any, layer: Layer, wanted: Names, arriving: Names,
+    moved: Names, apart: Flags = (),
+) -> list[Any]:  # fmt: skip
+    """Second derivatives are symmetric."""
+    count, middle = len(layer.arrays), len(layer.arrays) + len(moved)
+    there = {n: u for n, u in zip(wanted, cotangents, strict=True) if type(u) is not ad.Zero}
+    if not there:
+        return [None] * len(flat)
+    static: dict[str, Any] = {"layer": layer, "arriving": arriving}
+    if apart:
+        static["apart"] = *apart[:count], *[True] * len(there), *apart[middle:]
+    given = *flat[:count], *there.values(), *flat[middle:]
+    gradients = _second.bind(*given, wanted=moved, moved=tuple(there), **static)
+    made = _of_shared(gradients, apart[count:middle])
+    return [*[None] * count, *made, *[None] * len(arriving)]
+
+
+def _of_shared(gradients: Flat, apart: Flags) -> Flat:
+    """The gradients of operands that may be ``apart``: of what elements share it is a sum."""
+    if not apart:
+        return gradients
+    return [g if several else g.sum(0) for g, several in zip(gradients, apart, strict=True)]
+
+
 ad.primitive_transposes[_linear] = _transposed
+ad.primitive_transposes[_backward] = _transposed_backward
+ad.primitive_transposes[_second] = _transposed_second
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -444,9 +558,12 @@ for _primitive in (_layer, _backward):
     interpreter.primitive_batchers[_primitive] = rule_of_vmap(_primitive, together=True)
 
 
-def _linear_several(flat: Any, dims: Any, **static: Any) -> tuple[Flat, list[int]]:
-    made = jax.vmap(partial(_linear_by_scan, **static), list(dims))(*flat)
+def _several(
+    function: Callable[..., Flat], flat: Any, dims: Any, **static: Any
+) -> tuple[Flat, list[int]]:
+    made = jax.vmap(partial(function, **static), list(dims))(*flat)
     return made, [0] * len(made)
 
 
-interpreter.primitive_batchers[_linear] = _linear_several
+for _primitive, _function in ((_linear, _run_linear), (_second, _run_second)):
+    interpreter.primitive_batchers[_primitive] = partial(_several, _function)

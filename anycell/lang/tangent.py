@@ -12,7 +12,7 @@ import itertools
 from typing import Any
 
 from anycell.lang.cell import Cell, remade
-from anycell.lang.declare import MOST, Gate, Param, State
+from anycell.lang.declare import MOST, Param, State
 from anycell.lang.expr import Expr, apply, const, fail, is_const, shared_name, topological
 from anycell.lang.grad import of_each
 from anycell.lang.ops import TABLE
@@ -111,8 +111,9 @@ def tangent(cell: Cell, varied: frozenset[str]) -> Tangent:
     params = tuple(Param(p.name + dot, 0.0, p.size) for p in cell.params if p.name in varied)
     return remade(
         cell, graph, declared, Tangent, full=cell, varied=varied, dot=dot, text=None,
-        name=f"{cell.name}{dot}", gates=(*cell.gates, *sizes), gate_sizes={**cell.gate_sizes, **sizes},
-        states=(*states, *cell.states), params=(*cell.params, *params),
+        name=f"{cell.name}{dot}", gates=(*cell.gates, *sizes),
+        gate_sizes={**cell.gate_sizes, **sizes}, states=(*states, *cell.states),
+        params=(*cell.params, *params),
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ So first derivatives forwards, and second ones in any order, run on the engines 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from anycell.lang.expr import CellError
 from anycell.lang.namespaces import namespace
@@ -52,23 +51,29 @@ def along(
             if learned or name.startswith(OF_STATES):
                 given[name + derived.dot] = changes.get(name, xp.zeros_like(array))
         of_one = options._replace(reverse=(reverse,))
-        facts = {"cell": derived, "options": of_one, "arrays": tuple(given), "plan": None}
-        made.append((layer._replace(**facts), given))
+        made.append(
+            (
+                layer._replace(
+                    cell=derived, options=of_one, arrays=tuple(given), stored=(), plan=None,
+                    sequences=tuple(name + derived.dot for name in layer.sequences),
+                ),
+                given,
+            )
+        )  # fmt: skip
     return made
 
 
-def join(
-    layer: Layer, results: Sequence[tuple[Array, Sequence[Array]]]
-) -> tuple[Array, tuple[Array, ...]]:
-    """The tangents of the output and of the final states of a layer, from the outputs and final
-    states of the calls of ``along``.
-    """
-    outputs, finals = zip(*results, strict=True)
-    xp, count = namespace(outputs[0]), len(layer.cell.states)
-    if len(outputs) == 1:
-        return outputs[0], tuple(finals[0][:count])
-    parts = list(zip(*finals, strict=True))[:count]
-    return xp.concatenate(outputs, axis=-1), tuple(xp.concatenate(part, axis=0) for part in parts)
+def join(layer: Layer, results: Sequence[steps.Results]) -> steps.Results:
+    """The tangents of the results of a layer, from the results of the calls of ``along``."""
+    outputs, finals, others = zip(*results, strict=True)
+    xp = namespace(outputs[0])
+
+    def joined(parts: Sequence[Array], axis: int) -> Array:
+        return parts[0] if len(parts) == 1 else xp.concatenate(parts, axis=axis)
+
+    states = [joined(parts, 0) for parts in zip(*finals, strict=True)][: len(layer.cell.states)]
+    sequences = [joined(parts, -1) for parts in zip(*others, strict=True)]
+    return joined(outputs, -1), tuple(states), tuple(sequences)
 
 
 def _direction(layer: Layer, arrays: Arrays, d: int) -> dict[str, Array]:
@@ -79,7 +84,7 @@ def _direction(layer: Layer, arrays: Arrays, d: int) -> dict[str, Array]:
             named[name] = array[d : d + 1]
         elif name in learned:
             named[learned[name]] = array
-        elif name in ("x", "static", *FLAGS):
+        elif name in ("x", "static", "seed", *FLAGS):
             named[name] = array
     return named
 

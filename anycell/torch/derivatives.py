@@ -263,9 +263,8 @@ def tangents(
     results = []
     for call in calls:
         register(call[0].cell)
-        output, final, _ = ops.run(*call, forward) or composite(*call)
-        results.append((output, final))
-    output, final = join(layer, results)
+        results.append(ops.run(*call, forward) or composite(*call))
+    output, final, _ = join(layer, results)
     return output, *final
 
 

@@ -364,7 +364,9 @@ def test_a_jvp_of_a_jvp(steps: list[Any]) -> None:
     found = second(lambda x: layer(x)[0])
     assert steps
     right = torch.func.jvp(  # by gradients
-        lambda x: torch.func.vjp(lambda dot: torch.func.jvp(layer, (x,), (dot,))[1][0], INPUT[1])[0],
+        lambda x: torch.func.vjp(
+            lambda dot: torch.func.jvp(layer, (x,), (dot,))[1][0], INPUT[1]
+        )[0],
         (INPUT[0],), (INPUT[2],),
     )[1]  # fmt: skip
     assert_same([found], [right])
