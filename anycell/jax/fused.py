@@ -280,13 +280,10 @@ def _run_linear(*flat: Array, layer: Layer, moved: Names) -> Flat:
 
 @_of_elements
 def _run_second(*flat: Array, layer: Layer, wanted: Names, arriving: Names, moved: Names) -> Flat:
-    """Takes the arrays of the call, the tangents of those that move, and the gradients that arrive."""
-    count = len(layer.arrays)
-    arrays, d = (
-        layer.named(flat[:count]),
-        dict(zip(arriving, flat[count + len(moved) :], strict=True)),
-    )
-    tangents = flat[count : count + len(moved)]
+    """Takes the arrays of the call, tangents of those that move, and the gradients that arrive."""
+    count, middle = len(layer.arrays), len(layer.arrays) + len(moved)
+    arrays, tangents = layer.named(flat[:count]), flat[count:middle]
+    d = dict(zip(arriving, flat[middle:], strict=True))
 
     def of_wanted(*some: Array) -> Flat:
         changed = arrays | dict(zip(wanted, some, strict=True))

@@ -39,14 +39,14 @@ def composite(layer: Layer, arrays: Arrays) -> Result:
     plain = unturned(arrays)
     below = {n: a[None] if n.startswith(OF_STATES) else a for n, a in plain.items()}
     options = layer.options._replace(seed=below.pop("seed", None))
-    runs = steps.directions(layer._replace(options=options), below, _linear, _Run)
+    runs = steps.directions(layer._replace(options=options), below, linear, _Run)
     in_graph = backend.backend() == "tensorflow" and not hasattr(arrays["x"], "numpy")
     loops = in_graph and not layer.unroll and arrays["x"].shape[0] not in (0, 1)
     outputs, final, others = steps.run(layer, runs, _scan if loops else Recurrence.sequences)
     return outputs if layer.outputs else None, (*(state[0] for state in final), *others)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``."""
     product = ops.matmul(x, ops.transpose(weight))
     return product if bias is None else product + bias

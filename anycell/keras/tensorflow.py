@@ -29,8 +29,8 @@ from tensorflow.python.saved_model import save_context
 
 from anycell.engines import cpu
 from anycell.keras import xla
-from anycell.keras.call import TURNED, Arrays, Result, Tensor, check, dequantized
-from anycell.keras.composite import composite
+from anycell.keras.call import TURNED, Arrays, Result, Tensor, check, dequantized, unturned
+from anycell.keras.composite import composite, linear
 from anycell.keras.framework import TensorFlow
 from anycell.keras.rule import OURS, Facts, asked, choose, planned
 from anycell.keras.tensor_passes import (
@@ -45,6 +45,8 @@ from anycell.keras.tensor_passes import (
 from anycell.layer import card, stepped
 from anycell.layer.checks import refuse
 from anycell.layer.rounding import quantized, with_integers
+from anycell.layer.signature import OF_STATES
+from anycell.layer.tangents import along
 from anycell.plan import Engine, Layer
 
 
@@ -426,13 +428,46 @@ def _second(
     tensors: Sequence[Tensor],
     arriving: Sequence[Tensor],
     seconds: Sequence[Tensor],
-) -> Any:
+) -> list[Tensor]:
+    """The gradients of the parts and of ``arriving``, from those of the wanted gradients."""
     tensors, arriving = _here(tensors), _here(arriving)
-    args = [*tensors[: len(kernels.parts)], *arriving]
-    with tf.GradientTape() as outer:
-        outer.watch(args)
+    parts, seconds = tensors[: len(kernels.parts)], [*map(tf.convert_to_tensor, seconds)]
+    with tf.GradientTape() as tape:
+        tape.watch(parts)
+        # Those of ``arriving`` are the results' tangents, whose gradients are those of the parts.
+        ends = _tangents(kernels, tensors, seconds)
+    if ends is not None:
+        return [*tape.gradient(ends, parts, arriving, tf.UnconnectedGradients.ZERO), *ends]
+    args = [*parts, *arriving]
+    with tf.GradientTape() as tape:
+        tape.watch(args)
         first = _first(kernels, tensors, arriving)
-    return outer.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)
+    return [*tape.gradient(first, args, seconds, tf.UnconnectedGradients.ZERO)]
+
+
+def _tangents(
+    kernels: Kernels, tensors: Sequence[Tensor], dots: Sequence[Tensor]
+) -> list[Tensor] | None:
+    """The tangents of the results, where those of the wanted parts are ``dots``, from the cell's
+    tangent; None if it has none.
+    """
+    layer, states = kernels.layer, len(kernels.layer.cell.states)
+    named = zip(kernels.names, tensors, strict=True), zip(kernels.wanted, dots, strict=True)
+    arrays, moved = (
+        {n: t[None] if n.startswith(OF_STATES) else t for n, t in unturned(dict(pairs)).items()}
+        for pairs in named
+    )
+    calls = along(layer, arrays, moved, linear)
+    if calls is None:
+        return None
+    ((called, given),) = calls  # a layer of Keras has one direction
+    below = {n: t[0] if n.startswith(OF_STATES) else t for n, t in given.items()}
+    engine, _ = engine_of(called._replace(dtype=below["x"].dtype.name), below["x"])
+    if engine not in OURS and layer.options.training and layer.cell.keeps:
+        return None  # step by step, it would draw other masks
+    outputs, ends = recur(called, below)
+    ends = [*ends[:states], *ends[2 * states :]]
+    return [outputs, *ends] if layer.outputs else ends
 
 
 def _here(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -66,10 +66,9 @@ def along(
 def join(layer: Layer, results: Sequence[steps.Results]) -> steps.Results:
     """The tangents of the results of a layer, from the results of the calls of ``along``."""
     outputs, finals, others = zip(*results, strict=True)
-    xp = namespace(outputs[0])
 
     def joined(parts: Sequence[Array], axis: int) -> Array:
-        return parts[0] if len(parts) == 1 else xp.concatenate(parts, axis=axis)
+        return parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts, axis=axis)
 
     states = [joined(parts, 0) for parts in zip(*finals, strict=True)][: len(layer.cell.states)]
     sequences = [joined(parts, -1) for parts in zip(*others, strict=True)]

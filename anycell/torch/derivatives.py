@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from anycell.torch.observers import (
     unwrapped,
 )
 
+Item = TypeVar("Item")
 Elements = tuple[tuple[Tensor, ...], tuple[int, ...]]  # results, and their axes of elements
 
 # The most elements of a vmap for each step that run one after the other, fused: of more than that,
@@ -281,12 +282,12 @@ def _derived(
         given = [next(varied) if need else t for t, need in zip(tensors, needs, strict=True)]
         return tuple(itertools.compress(tangents(text, hyper, given, dots), there))
 
-    made: tuple[tuple[Tensor, ...], Any] = torch.func.vjp(run, *itertools.compress(tensors, needs))
-    return made
+    ends, pull, *_ = torch.func.vjp(run, *itertools.compress(tensors, needs))
+    return ends, pull
 
 
-def _parts(arrays: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
-    """The tensors of a call, what it has kept, and the gradients that arrive."""
+def _parts(arrays: Sequence[Item], counts: tuple[int, int]) -> list[Sequence[Item]]:
+    """What belongs to the tensors of a call, to what it has kept, and to gradients that arrive."""
     first, second = counts[0], sum(counts)
     return [arrays[:first], arrays[first:second], arrays[second:]]
 

@@ -241,22 +241,23 @@ def differentiable(
         # Differentiates for views of the inputs, because one input may depend on another.
         places = {n: t.view_as(t) if n in wanted else t for n, t in tensors.items()}
         arrays = lay(places)
+        ends: Iterable[tuple[Tensor, Tensor | None]]
         if again and fits:
             ends = gradients(layer, arrays, kept, arriving)
         else:
             output, final, others = composite(layer, arrays)
             ends = zip((output, *final, *others), arriving, strict=True)
-        outputs, arriving = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
+        outputs, given = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
         inputs = {name: t for name, t in places.items() if name in wanted}
         made = torch.autograd.grad(
-            outputs, list(inputs.values()), arriving, create_graph=again, allow_unused=True
+            outputs, list(inputs.values()), given, create_graph=again, allow_unused=True
         )
     return dict(zip(inputs, made, strict=True))
 
 
 def gradients(
     layer: Layer, arrays: Arrays, kept: Sequence[Tensor], arriving: Sequence[Tensor | None]
-) -> Iterable[tuple[Tensor, Tensor]]:
+) -> Iterable[tuple[Tensor, Tensor | None]]:
     """A layer's arrays that require a gradient, each with it, by ``anycell::backward``."""
     there, needs = [g is not None for g in arriving], [t.requires_grad for t in arrays.values()]
     kind, options = str(arrays["x"].dtype).removeprefix("torch."), layer.options

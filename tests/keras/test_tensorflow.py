@@ -23,7 +23,7 @@ if keras.backend.backend() != "tensorflow":
 from problems import assert_solved, axes, draw  # noqa: E402
 from processes import at_once, python  # noqa: E402
 from roads import ROADS  # noqa: E402
-from tolerances import assert_close  # noqa: E402
+from tolerances import assert_close, is_slope  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
@@ -470,16 +470,57 @@ def test_the_gradient_of_a_jacobian(graph: bool, rng: np.random.Generator) -> No
         assert_close(a.numpy(), b.numpy(), "float64", "gradient")
 
 
-def test_second_derivatives_under_random_masks_are_refused(rng: np.random.Generator) -> None:
-    layer, x = ak.RNN(Noisy, 3), data(rng, 2, 4, 2)
-    with tf.GradientTape() as outer:
-        outer.watch(x)
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            y = layer(x, training=True)
-        first = inner.gradient(y, x)
-    with pytest.raises(NotImplementedError, match="training=False"):
-        outer.gradient(first, x)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_second_derivatives_draw_the_same_masks(graph: bool, rng: np.random.Generator) -> None:
+    x, d = (tf.constant(rng.normal(size=(2, 4, 2))) for _ in range(2))
+    layer = ak.RNN(Noisy, 3, dtype="float64", seed=5)
+
+    def slope(x: Any) -> Any:
+        """The gradient along d, of a call like the first."""
+        for variable in layer.non_trainable_variables:
+            variable.assign(first[variable.path])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(layer(x, training=True) ** 2)
+        return tf.reduce_sum(tape.gradient(y, x) * d)
+
+    def second(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = slope(x)
+        return tape.gradient(value, x)
+
+    layer.build(x.shape)
+    first = {variable.path: variable.numpy() for variable in layer.non_trainable_variables}
+    assert first
+    found = (tf.function(second, autograph=False) if graph else second)(x)
+    right = (slope(x + 1e-5 * d) - slope(x - 1e-5 * d)) / 2e-5
+    assert is_slope(float(tf.reduce_sum(found * d)), float(right), "layer")
+
+
+def test_second_derivatives_of_a_cell_without_a_tangent(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run step by step, and not with random masks, which the kernels have drawn."""
+    monkeypatch.setattr(tensorflow, "along", lambda *_: None)
+    for cell in (cells.GRU, Noisy):
+        layer, x = ak.RNN(cell, 3, dtype="float64"), tf.constant(rng.normal(size=(2, 4, 2)))
+
+        def twice(training: bool, layer: Any = layer, x: Any = x) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = layer(x, training=training) ** 2
+                first = inner.gradient(y, x)
+            return outer.gradient(first, x)
+
+        if cell is Noisy:
+            with pytest.raises(NotImplementedError, match="training=False"):
+                twice(True)
+        found = twice(False)
+        with ak.step_by_step():
+            assert_close(found.numpy(), twice(False).numpy(), "float64", "gradient")
 
 
 def test_a_tape_that_is_read_twice(rng: np.random.Generator) -> None:
