@@ -503,8 +503,8 @@ def test_second_derivatives_of_a_cell_without_a_tangent(
 ) -> None:
     """They run step by step, and not with random masks, which the kernels have drawn."""
     monkeypatch.setattr(tensorflow, "along", lambda *_: None)
-    for cell in (cells.GRU, Noisy):
-        layer, x = ak.RNN(cell, 3, dtype="float64"), tf.constant(rng.normal(size=(2, 4, 2)))
+    for step in (cells.GRU, Noisy):
+        layer, x = ak.RNN(step, 3, dtype="float64"), tf.constant(rng.normal(size=(2, 4, 2)))
 
         def twice(training: bool, layer: Any = layer, x: Any = x) -> Any:
             with tf.GradientTape() as outer:
@@ -515,7 +515,7 @@ def test_second_derivatives_of_a_cell_without_a_tangent(
                 first = inner.gradient(y, x)
             return outer.gradient(first, x)
 
-        if cell is Noisy:
+        if step is Noisy:
             with pytest.raises(NotImplementedError, match="training=False"):
                 twice(True)
         found = twice(False)

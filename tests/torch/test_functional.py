@@ -372,6 +372,70 @@ def test_a_jvp_of_a_jvp(steps: list[Any]) -> None:
     assert_same([found], [right])
 
 
+@of_torchscript
+@pytest.mark.parametrize("forward", [False, True], ids=["double backward", "dual numbers"])
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        (cells.LSTM, {"num_layers": 2, "bidirectional": True}),
+        pytest.param(cells.EALSTM, {}, marks=pytest.mark.more),
+        pytest.param(cells.ZoneoutGRU, {}, marks=pytest.mark.more),
+        pytest.param(cells.GRU, {"checkpoint": 2}, marks=pytest.mark.more),
+    ],
+    ids=repr,
+)
+def test_derivatives_of_autograd(
+    cell: Any, options: Any, forward: bool, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of ``torch.func``: double backward, and dual numbers, with all arrays of a call."""
+    layer = at.RNN(cell, ENTERING, SIZE, **options, **DOUBLE)
+    x, d = INPUT[0].clone().requires_grad_(), INPUT[1]
+    static = (
+        {"static": torch.randn(ROWS, SIZE, requires_grad=True, **DOUBLE)} if cell.static else {}
+    )
+    flags = {"lengths": torch.tensor([6, 2, 4]), "resets": torch.rand(STEPS, ROWS) < 0.3}
+    given = [x, *layer.parameters(), *static.values()]
+
+    def out() -> torch.Tensor:
+        torch.manual_seed(7)  # the same random masks
+        output, (h, *_) = layer(x, **flags, **static)
+        return output.square().sum() + h.tanh().sum()
+
+    def derive() -> list[torch.Tensor]:
+        if not forward:
+            slopes = torch.autograd.grad(out(), given, create_graph=True)
+            return [*slopes, *torch.autograd.grad(sum(s.square().sum() for s in slopes), given)]
+        nonlocal x
+        plain = x
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(plain, d)
+            tangent = torch.autograd.forward_ad.unpack_dual(out()).tangent
+        x = plain
+        return [tangent, *torch.autograd.grad(tangent, given[1:])]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "_plan_for", lambda *_: "for this test")
+        patch.setattr(derivatives, "fits", lambda *_: False)
+        right = derive()
+    assert steps
+    steps.clear()
+    assert_same(derive(), right)
+    assert not steps
+
+
+@of_torchscript
+def test_a_cell_without_a_tangent(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its derivatives run step by step; the layer itself and its gradients run fused."""
+    layer = at.RNN(cells.GRU, ENTERING, SIZE, **DOUBLE)
+    derived = [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))]
+    right = [derive(lambda x: layer(x)[0].square().sum())(INPUT[0, :2]) for derive in derived]
+    assert not steps
+    monkeypatch.setattr(derivatives, "along", lambda *_: None)
+    for derive, expected in zip(derived, right, strict=True):
+        assert_same([derive(lambda x: layer(x)[0].square().sum())(INPUT[0, :2])], [expected])
+    assert steps
+
+
 def test_a_backward_pass_after_its_transform(steps: list[Any]) -> None:
     """What the transform wrapped is memory again, also where nobody derives further."""
     cell, x, weights, _ = given_by(cells.LSTM)
