@@ -287,7 +287,7 @@ def _derived(
 
 
 def _parts(arrays: Sequence[Item], counts: tuple[int, int]) -> list[Sequence[Item]]:
-    """What belongs to the tensors of a call, to what it has kept, and to gradients that arrive."""
+    """The parts of a list: of tensors of a call, of what it has kept, of gradients that arrive."""
     first, second = counts[0], sum(counts)
     return [arrays[:first], arrays[first:second], arrays[second:]]
 

@@ -1,0 +1,367 @@
+"""Derivatives of all kinds of the layers: ``torch.func``, double backward, dual numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from tolerances import assert_close
+from torch_layers import Zoned, of_torchscript
+
+import anycell
+import anycell.torch as at
+from anycell import cells
+from anycell.torch import derivatives, functional
+from tests.torch.test_functional import DOUBLE, ENTERING, ROWS, SIZE, STEPS, assert_same, given_by
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list of the calls that go step by step from here on."""
+    calls = list[Any]()
+    for module in (functional, derivatives):
+        composite = module.composite
+        monkeypatch.setattr(
+            module, "composite", lambda *given, run=composite: calls.append(given) or run(*given)
+        )
+    return calls
+
+
+@of_torchscript
+def test_function_transforms() -> None:
+    cell, x, weights, _ = given_by(cells.LSTM)
+    several = torch.randn(2, *x.shape, **DOUBLE)
+
+    def c(x: torch.Tensor) -> torch.Tensor:
+        return at.recurrence(cell, x, weights, return_states="c")[2]["c"]
+
+    found = torch.func.vmap(c)(several)
+    assert_same(list(found), [c(one) for one in several], "forward")
+    _, tangent = torch.func.jvp(c, (several[0],), (several[1],))
+    rows = torch.autograd.functional.jvp(c, several[0], several[1])[1]
+    assert_same([tangent], [rows])
+
+
+@of_torchscript
+@pytest.mark.parametrize("nested", [False, True])
+def test_elements_of_a_vmap_with_weights_of_their_own(
+    nested: bool, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run fused, one after the other, with the bits of calls by themselves; gradients too.
+    More of them than pays run step by step.
+    """
+    layer, count = at.RNN(cells.PeepholeLSTM, ENTERING, SIZE, bidirectional=True, **DOUBLE), 3
+    x = torch.randn(count, STEPS, ROWS, ENTERING, **DOUBLE)
+    lengths = torch.tensor([[6, 2, 0], [1, 6, 3], [4, 4, 4]])
+    weights = {
+        name: torch.randn(count, *p.shape, **DOUBLE, requires_grad=True)
+        for name, p in layer.named_parameters()
+    }
+
+    def loss(weights: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        output, states = torch.func.functional_call(layer, weights, (x,), {"lengths": lengths})
+        return output.square().sum() + states[1].sum()
+
+    of_one = torch.func.vmap(loss, (None, 0, 0)) if nested else loss
+    calls = count**2 if nested else count
+    every = torch.func.vmap(of_one, (0, None, None) if nested else 0)
+    losses = every(weights, x, lengths)
+    assert not steps
+
+    def gradients(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(losses.sum(), list(weights.values()))
+
+    found = losses, *gradients(losses)
+    alone = [
+        loss({name: w[n] for name, w in weights.items()}, x[m], lengths[m])
+        for n in range(count)
+        for m in (range(count) if nested else [n])
+    ]
+    right = torch.stack(alone).reshape(losses.shape)
+    assert nested or torch.equal(losses, right)  # those within become rows of one batch
+    assert_same([*found], [right, *gradients(right)])
+    monkeypatch.setattr(derivatives, "ELEMENTS_A_STEP", (calls - 1) / STEPS)
+    assert_same([losses], [every(weights, x, lengths)], "forward")
+    assert len(steps) == 1
+
+
+F = torch.func
+INPUT = torch.randn(3, STEPS, ROWS, ENTERING, **DOUBLE)
+# Each takes the output and the loss as functions of weights and x, the weights, and those of three
+# layers.
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda out, loss, w, ws: F.grad(loss, (0, 1))(w, INPUT[0]),
+    "vjp": lambda out, loss, w, ws: F.vjp(out, w, INPUT[0])[1](
+        INPUT[0, ..., :1] + 0 * out(w, INPUT[0])
+    ),
+    "rows": lambda out, loss, w, ws: F.vmap(out, (None, 2), 1)(w, INPUT.movedim(0, 2)),
+    "gradients per element": lambda out, loss, w, ws: F.vmap(F.grad(loss), (None, 0))(w, INPUT),
+    "gradients of rows": lambda out, loss, w, ws: F.vmap(F.grad(loss, 1), (None, 0))(w, INPUT),
+    "gradient of rows": lambda out, loss, w, ws: F.grad(
+        lambda w: F.vmap(loss, (None, 0))(w, INPUT).sum()
+    )(w),
+    "ensemble": lambda out, loss, w, ws: F.vmap(F.grad(loss), (0, None))(ws, INPUT[0]),
+    "nested": lambda out, loss, w, ws: F.vmap(F.vmap(F.grad(loss), (None, 0)), (0, None))(
+        ws, INPUT
+    ),
+    "jacrev": lambda out, loss, w, ws: F.jacrev(lambda x: out(w, x)[-1, 0])(INPUT[0]),
+    "jacrev of a weight": lambda out, loss, w, ws: F.jacrev(
+        lambda v: out({**w, "weight_hh_l0": v}, INPUT[0])[-1, 0]
+    )(w["weight_hh_l0"]),
+    "a step of gradients within": lambda out, loss, w, ws: F.grad(
+        lambda w: loss(
+            {
+                n: v - 0.1 * g
+                for (n, v), g in zip(w.items(), F.grad(loss)(w, INPUT[0]).values(), strict=True)
+            },
+            INPUT[1],
+        )
+    )(w),
+    "second derivatives of rows": lambda out, loss, w, ws: F.vmap(
+        F.grad(lambda x: F.grad(loss, 1)(w, x).square().sum())
+    )(INPUT),
+    "jacrev of jacrev": lambda out, loss, w, ws: F.jacrev(F.jacrev(lambda x: loss(w, x)))(
+        INPUT[0, :2]
+    ),
+    "hessian": lambda out, loss, w, ws: F.hessian(lambda x: loss(w, x))(INPUT[0, :2]),
+    "jvp": lambda out, loss, w, ws: F.jvp(lambda x: out(w, x), (INPUT[0],), (INPUT[1],)),
+    "jvp of weights": lambda out, loss, w, ws: F.jvp(
+        lambda w: out(w, INPUT[0]), (w,), ({n: v[1] for n, v in ws.items()},)
+    ),
+    "jvp of some weights": lambda out, loss, w, ws: F.jvp(
+        lambda v: loss({**w, "weight_hh_l0": v}, INPUT[0]),
+        (w["weight_hh_l0"],),
+        (ws["weight_hh_l0"][1],),
+    ),
+    "jacfwd": lambda out, loss, w, ws: F.jacfwd(lambda x: out(w, x)[-1, 0])(INPUT[0, :2]),
+    "jvp of rows": lambda out, loss, w, ws: F.vmap(
+        lambda x, d: F.jvp(lambda x: out(w, x), (x,), (d,))[1]
+    )(INPUT, INPUT.flip(0)),
+    "jvp of gradients": lambda out, loss, w, ws: F.jvp(
+        F.grad(loss), (w, INPUT[0]), ({n: v[1] for n, v in ws.items()}, INPUT[1])
+    ),
+    "gradient of a jvp": lambda out, loss, w, ws: F.grad(
+        lambda w: F.jvp(lambda x: loss(w, x), (INPUT[0],), (INPUT[1],))[1]
+    )(w),
+    "third derivatives": lambda out, loss, w, ws: F.grad(
+        lambda w: F.grad(lambda x: F.grad(loss, 1)(w, x).square().sum())(INPUT[0]).square().sum()
+    )(w),
+}
+
+
+@of_torchscript
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        (cells.LSTM, {}),
+        pytest.param(cells.PeepholeLSTM, {"bidirectional": True}, marks=pytest.mark.more),
+        pytest.param(cells.LayerNormLSTM, {"checkpoint": 2}, marks=pytest.mark.more),
+    ],
+    ids=repr,
+)
+def test_transforms(
+    cell: Any, options: Any, transform: str, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run fused, with the numbers of a run step by step."""
+    layer = at.RNN(cell, ENTERING, SIZE, **options, **DOUBLE)
+    lengths, resets = torch.tensor([6, 2, 0]), torch.rand(STEPS, ROWS) < 0.3
+    flags = {"lengths": lengths, "resets": resets}
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    several = {name: torch.stack([w, 1.1 * w, 0.8 * w]) for name, w in weights.items()}
+
+    def out(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        named = flags if len(x) == STEPS else {}
+        return torch.func.functional_call(layer, weights, (x,), named)[0]
+
+    def loss(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        output, (h, *_) = torch.func.functional_call(layer, weights, (x,))
+        return output.square().sum() + h.tanh().sum()
+
+    run = TRANSFORMS[transform]
+    found = torch.utils._pytree.tree_leaves(run(out, loss, weights, several))
+    assert not steps
+    monkeypatch.setattr(derivatives, "fits", lambda *_: False)
+    right = torch.utils._pytree.tree_leaves(run(out, loss, weights, several))
+    assert_same(found, right)
+
+
+@of_torchscript
+def test_a_jvp_of_a_jvp(steps: list[Any]) -> None:
+    """It goes step by step: PyTorch takes the inner derivative of an operator for a constant."""
+    layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
+
+    def second(run: Any) -> torch.Tensor:
+        def slope(x: torch.Tensor) -> torch.Tensor:
+            return torch.func.jvp(run, (x,), (INPUT[1],))[1]
+
+        return torch.func.jvp(slope, (INPUT[0],), (INPUT[2],))[1]
+
+    found = second(lambda x: layer(x)[0])
+    assert steps
+    right = torch.func.jvp(  # by gradients
+        lambda x: torch.func.vjp(
+            lambda dot: torch.func.jvp(layer, (x,), (dot,))[1][0], INPUT[1]
+        )[0],
+        (INPUT[0],), (INPUT[2],),
+    )[1]  # fmt: skip
+    assert_same([found], [right])
+
+
+@of_torchscript
+@pytest.mark.parametrize("forward", [False, True], ids=["double backward", "dual numbers"])
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        (cells.LSTM, {"num_layers": 2, "bidirectional": True}),
+        pytest.param(cells.EALSTM, {}, marks=pytest.mark.more),
+        pytest.param(cells.ZoneoutGRU, {}, marks=pytest.mark.more),
+        pytest.param(cells.GRU, {"checkpoint": 2}, marks=pytest.mark.more),
+    ],
+    ids=repr,
+)
+def test_derivatives_of_autograd(
+    cell: Any, options: Any, forward: bool, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of ``torch.func``: double backward, and dual numbers, with all arrays of a call."""
+    layer = at.RNN(cell, ENTERING, SIZE, **options, **DOUBLE)
+    x, d = INPUT[0].clone().requires_grad_(), INPUT[1]
+    static = (
+        {"static": torch.randn(ROWS, SIZE, requires_grad=True, **DOUBLE)} if cell.static else {}
+    )
+    flags = {"lengths": torch.tensor([6, 2, 4]), "resets": torch.rand(STEPS, ROWS) < 0.3}
+    given = [x, *layer.parameters(), *static.values()]
+
+    def out() -> torch.Tensor:
+        torch.manual_seed(7)  # the same random masks
+        output, (h, *_) = layer(x, **flags, **static)
+        return output.square().sum() + h.tanh().sum()
+
+    def derive() -> list[torch.Tensor]:
+        if not forward:
+            slopes = torch.autograd.grad(out(), given, create_graph=True)
+            return [*slopes, *torch.autograd.grad(sum(s.square().sum() for s in slopes), given)]
+        nonlocal x
+        plain = x
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(plain, d)
+            tangent = torch.autograd.forward_ad.unpack_dual(out()).tangent
+        x = plain
+        return [tangent, *torch.autograd.grad(tangent, given[1:])]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "_plan_for", lambda *_: "for this test")
+        patch.setattr(derivatives, "fits", lambda *_: False)
+        right = derive()
+    assert steps
+    steps.clear()
+    assert_same(derive(), right)
+    assert not steps
+
+
+@of_torchscript
+def test_a_cell_without_a_tangent(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its derivatives run step by step; the layer itself and its gradients run fused."""
+    layer = at.RNN(cells.GRU, ENTERING, SIZE, **DOUBLE)
+    derived = [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))]
+    right = [derive(lambda x: layer(x)[0].square().sum())(INPUT[0, :2]) for derive in derived]
+    assert not steps
+    monkeypatch.setattr(derivatives, "along", lambda *_: None)
+    for derive, expected in zip(derived, right, strict=True):
+        assert_same([derive(lambda x: layer(x)[0].square().sum())(INPUT[0, :2])], [expected])
+    assert steps
+
+
+def test_a_backward_pass_after_its_transform(steps: list[Any]) -> None:
+    """What the transform wrapped is memory again, also where nobody derives further."""
+    cell, x, weights, _ = given_by(cells.LSTM)
+    output, pull = torch.func.vjp(lambda x: at.recurrence(cell, x, weights)[0], x.detach())
+    rights = torch.autograd.grad(at.recurrence(cell, x, weights)[0].sum(), x)
+    ones = torch.ones_like(output)
+    with torch.no_grad():
+        assert_same([*pull(ones)], [*rights])
+    assert_same([*pull(ones)], [*rights])
+    assert_same([*torch.func.vmap(pull)(ones[None])], [rights[0][None]])
+    assert not steps
+
+
+@of_torchscript
+def test_a_gradient_of_many_elements(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight they would run one after the other: of more than pays, step by step."""
+    layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
+    x, weight = INPUT[0], layer.weight_hh_l0.detach()
+
+    def last(weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {"weight_hh_l0": weight}, (x,))[0][-1].sum(0)
+
+    found = torch.func.jacrev(last)(weight)
+    assert not steps
+    monkeypatch.setattr(derivatives, "ELEMENTS_A_STEP", (SIZE - 1) / STEPS)
+    assert_same([found], [torch.func.jacrev(last)(weight)])
+    assert len(steps) == 1
+
+
+@of_torchscript
+@pytest.mark.parametrize("name", ["x", "state", "static", "mask", "resets", "reset_state"])
+def test_elements_of_each_array(name: str, steps: list[Any]) -> None:
+    """What differs alone has rows, which become rows of one batch."""
+    layer = at.RNN(cells.EALSTM, ENTERING, SIZE, **DOUBLE)
+    torch.manual_seed(3)
+    shapes = {"x": (STEPS, ROWS, ENTERING), "static": (ROWS, SIZE)}
+    arrays = {n: torch.randn(shape, **DOUBLE) for n, shape in shapes.items()}
+    arrays |= {n: torch.rand(STEPS, ROWS) < 0.6 for n in ("mask", "resets")}
+    arrays |= {n: torch.randn(1, ROWS, SIZE, **DOUBLE) for n in ("state", "reset_state")}
+    elements = torch.rand(3, *arrays[name].shape, **DOUBLE)
+    if name in ("mask", "resets"):
+        elements = elements < 0.6
+
+    def output(one: torch.Tensor) -> torch.Tensor:
+        given = {**arrays, name: one}
+        pairs = {n: (given.pop(n),) * 2 for n in ("state", "reset_state")}
+        return layer(given.pop("x"), pairs.pop("state"), **given, **pairs)[0]
+
+    assert_same([*torch.func.vmap(output)(elements)], [*map(output, elements)], "forward")
+    if elements.dtype is not torch.bool:
+        found = torch.func.vmap(torch.func.grad(lambda one: output(one).square().sum()))(elements)
+        right = [torch.func.grad(lambda one: output(one).square().sum())(one) for one in elements]
+        assert_same([*found], right)
+    assert not steps
+
+
+@of_torchscript
+def test_weights_of_8_bits(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of integers have no gradients: where these are taken, real weights run."""
+    layer = anycell.compress.quantize(at.RNN(cells.GRU, 8, 8).eval())
+    x = torch.randn(3, STEPS, ROWS, 8)
+    found = torch.func.vmap(lambda one: layer(one)[0])(x)
+    for one, other in zip(found, x, strict=True):
+        assert_close(one.detach().numpy(), layer(other)[0].detach().numpy(), "float32", "forward")
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: torch.func.vmap(lambda one: layer(one)[0])(x).sum())(x)
+
+    found = gradient(x)
+    assert not steps
+    monkeypatch.setattr(derivatives, "fits", lambda *_: False)
+    assert_close(found.numpy(), gradient(x).numpy(), "float32", "gradient")
+
+
+@of_torchscript
+def test_no_elements() -> None:
+    layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
+    assert torch.func.vmap(lambda x: layer(x)[0])(INPUT[:0]).shape == (0, STEPS, ROWS, SIZE)
+    jacobian = torch.func.jacrev(lambda x: layer(x)[0][0, :0, 0])(INPUT[0])
+    assert jacobian.shape == (0, *INPUT[0].shape)
+
+
+@of_torchscript
+def test_elements_have_the_same_random_masks(steps: list[Any]) -> None:
+    """As of calls by themselves: they become no rows of a batch."""
+    layer = at.RNN(Zoned, ENTERING, SIZE, **DOUBLE).train()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(7)
+        return layer(x)[0].square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), randomness="same")(INPUT)
+    assert not steps
+    assert_same([*found], [torch.func.grad(loss)(x) for x in INPUT])
