@@ -81,6 +81,18 @@ class Schedule:
             for key in sorted(key for key in loops if key[0] == level):
                 self._loop(key[1], loops[key], kept, list(stores.get(key, ())))
 
+    def read_outside(self, loop: Loop) -> set[Expr]:
+        """The values that other stages than a loop read."""
+        found = set[Expr]()
+        for stage in self.stages:
+            if isinstance(stage, Product):
+                found.update(stage.operands)
+            elif stage is not loop:
+                found.update(arg for node in stage.nodes for arg in node.args)
+                stores = stage.stores if isinstance(stage, Loop) else []
+                found.update(node for node, _ in stores)
+        return found
+
     def _room(self, size: int) -> Place:
         """A new array."""
         name = f"v{len(self.rooms)}"
@@ -169,7 +181,8 @@ class Schedule:
             ends = list(itertools.accumulate(padded(size, self.program.lanes) for size in sizes))
             weights = [np.zeros((m.weight.shape[1], ends[-1]), np.float32) for m in blocks[0]]
             scales = [np.zeros(ends[-1], np.float32) if of else None for _, of in operands]
-            bias, to = np.zeros(ends[-1], np.float32), self._room(ends[-1])
+            bias = np.zeros(ends[-1], np.float32)
+            to = self._room(ends[-1] - padded(sizes[-1], self.program.lanes) + sizes[-1])
             for node, block, size, first in zip(members, blocks, sizes, [0, *ends], strict=False):
                 self.places[node] = Place(to.array, first, size)
                 columns = slice(first, first + size)
