@@ -142,18 +142,13 @@ class _Printer:
             self.bases[room] = b.alloca(b.vec, vectors)
         for k, array in enumerate(program.params):
             self.bases[f"p{k}"] = self._table(array[None])
-        self.ready = dict[Expr, Value]()
-        stages = [*order.stages]
-        while stages:
-            stage = stages.pop(0)
-            if isinstance(stage, Loop):
-                self._loop(stage)
-            elif isinstance(stage, Fold):
-                self._fold(stage)
-            elif stages and isinstance(stages[0], Loop) and self._by_units(stage, stages[0]):
-                stages.pop(0)
-            else:
+        for stage in order.stages:
+            if isinstance(stage, Product):
                 self._product(stage)
+            elif isinstance(stage, Loop):
+                self._loop(stage)
+            else:
+                self._fold(stage)
 
     def _table(self, rows: npt.NDArray[Any]) -> Value:
         """Numbers in memory, each row filled up to whole vectors."""
@@ -182,12 +177,15 @@ class _Printer:
         most, vectors = self.registers * 3 // 4, len(stage.bias) // self.lanes
         if any(scales is not None for scales in stage.scales):
             most //= 2  # sums of integers are beside those of reals
-        if _large(stage):
+        if sum(weight.nbytes for weight in stage.weights) > CACHE:
             most = min(most, NARROW)
         blocks = -(-vectors // most)
         return blocks, -(-vectors // blocks)
 
     def _product(self, stage: Product) -> None:
+        """Every other step takes the blocks in reverse: weights that the step before has read last
+        are still in the cache.
+        """
         if stage.to.size == 1 < self.lanes and stage.scales == (None,) * len(stage.scales):
             return self._number_of(stage)
         blocks, count = self._split(stage)
@@ -198,54 +196,9 @@ class _Printer:
         if blocks == 1:
             self._block(stage, 0, 1, count, ways)
             return
-        with self._reversible(blocks) as n:
+        with self.b.loop(0, blocks) as i:
+            n = self.b.select(self.flip.ne(0), blocks - 1 - i, i)
             self._block(stage, n, blocks, count, ways)
-
-    def _by_units(self, stage: Product, loop: Loop) -> bool:
-        """Prints a product of large weights and the loop that follows, if it alone reads the
-        product, as one loop: functions of some units run beside the sums of the next, which wait
-        for the weights. Returns whether it did.
-        """
-        b, places = self.b, self.order.places
-        nodes = {node: place for node, place in places.items() if place.array == stage.to.array}
-        turns, gates = padded(loop.size, self.lanes) // self.lanes, len(nodes)
-        read = {places[arg].array for node in loop.nodes for arg in node.args if arg in places}
-        used = read | {place.array for _, place in loop.stores}
-        ragged = loop.size % self.lanes and used & {"in", "x", "out"}
-        if (
-            not _large(stage) or not NARROW <= 2 * gates <= 2 * NARROW or ragged
-            or self.order.read_outside(loop) & nodes.keys()
-            or {place.size for place in nodes.values()} != {loop.size}
-            or any(scales is not None for scales in stage.scales)
-        ):  # fmt: skip
-            return False
-        order = np.arange(len(stage.bias)).reshape(gates, turns, -1).swapaxes(0, 1).ravel()
-        weights = (*(weight[:, order] for weight in stage.weights),)
-        stage = stage._replace(weights=weights, bias=stage.bias[order])
-        operands, later = [places[node] for node in stage.operands], list[tuple[Place, Place]]()
-        for k, (node, place) in enumerate(loop.stores):
-            if place in operands:  # replaced once no product reads it any more
-                room = Place(f"{place.array}{k}", 0, place.size)
-                self.bases[room.array] = b.alloca(b.vec, turns)
-                later.append((room, place))
-                loop.stores[k] = node, room
-        ways = 2 if gates <= self.registers * 3 // 8 else 1
-        with self._reversible(turns) as n:
-            self.ready = dict(zip(nodes, self._sums(stage, n, turns, gates, ways), strict=True))
-            self._turn(loop, n * self.lanes, self.lanes)
-            self.ready = {}
-        for room, place in later:
-            with b.loop(0, turns * self.lanes, self.lanes) as j:
-                b.store(b.load(self._address(room, j)), self._address(place, j))
-        return True
-
-    @contextmanager
-    def _reversible(self, count: int) -> Iterator[Value]:
-        """A loop over blocks, in reverse in every other step: weights that the step before has read
-        last are still in the cache.
-        """
-        with self.b.loop(0, count) as i:
-            yield self.b.select(self.flip.ne(0), count - 1 - i, i)
 
     def _number_of(self, stage: Product) -> None:
         """A product of one column: lanes hold its rows."""
@@ -269,15 +222,8 @@ class _Printer:
         return self.b.gep(table, n * (len(rows) * width * rows.itemsize), "i8")
 
     def _block(self, stage: Product, n: Value | int, blocks: int, count: int, ways: int) -> None:
-        """Block n of a product, ``count`` vectors of columns."""
-        for i, total in enumerate(self._sums(stage, n, blocks, count, ways)):
-            self.b.store(total, self._address(stage.to, (n * count + i) * self.lanes))
-
-    def _sums(
-        self, stage: Product, n: Value | int, blocks: int, count: int, ways: int
-    ) -> list[Value]:
-        """The sums of a block. Those of every other operand are apart if there are two ``ways``:
-        each sum waits for the one before.
+        """Block n of a product, ``count`` vectors of columns. The sums of every other operand are
+        apart if there are two ``ways``: each sum waits for the one before.
         """
         b, width = self.b, count * self.lanes
         bias = self._blocks(stage.bias[None], blocks, width, n)
@@ -302,9 +248,9 @@ class _Printer:
                 add(k + 1, ways - 1)
             if whole < len(weight):
                 add(b.value(whole), 0)
-        if ways == 1:
-            return [total.value for total in sums]
-        return [sums[i].value + sums[count + i].value for i in range(count)]
+        for i in range(count):
+            total = sums[i].value + sums[count + i].value if ways > 1 else sums[i].value
+            b.store(total, self._address(stage.to, n * width + i * self.lanes))
 
     def _rounded(self, operand: Expr, size: int) -> tuple[Value, Value]:
         """The address of a value as integers with 128 added, of which four share a lane, and what
@@ -397,8 +343,6 @@ class _Printer:
     def _value(self, node: Expr, j: Value | int, count: int) -> Value:
         """A value that another stage has left, from unit j on."""
         b = self.b
-        if node in self.ready:
-            return self.ready[node]
         if node.op == "const":
             return b.value(node.attrs[0], b.vec)
         place = self.order.places[node]
@@ -442,10 +386,6 @@ class _Printer:
             reduced = total.value * (1.0 / count) if node.op == "mean" else total.value
             with b.loop(first, first + count) as j:
                 b.store(reduced, self._address(to, j))
-
-
-def _large(stage: Product) -> bool:
-    return sum(weight.nbytes for weight in stage.weights) > CACHE
 
 
 def _by_height(nodes: list[Expr]) -> list[Expr]:

@@ -81,18 +81,6 @@ class Schedule:
             for key in sorted(key for key in loops if key[0] == level):
                 self._loop(key[1], loops[key], kept, list(stores.get(key, ())))
 
-    def read_outside(self, loop: Loop) -> set[Expr]:
-        """The values that other stages than a loop read."""
-        found = set[Expr]()
-        for stage in self.stages:
-            if isinstance(stage, Product):
-                found.update(stage.operands)
-            elif stage is not loop:
-                found.update(arg for node in stage.nodes for arg in node.args)
-                stores = stage.stores if isinstance(stage, Loop) else []
-                found.update(node for node, _ in stores)
-        return found
-
     def _room(self, size: int) -> Place:
         """A new array."""
         name = f"v{len(self.rooms)}"
