@@ -21,15 +21,19 @@ from anycell.engines.cpu.ir import Builder, Module, Target, Value, Variable, vec
 from anycell.engines.cpu.matmul import ROUNDING
 from anycell.exporter.blob import CODES, FACTOR, LINE, SEED, Blob
 from anycell.exporter.functions import EMIT
-from anycell.exporter.model import Model, Rows
+from anycell.exporter.model import CACHE, Model, Rows
 from anycell.exporter.program import VERSION, Array, Place, Program, bfloat16, padded
 from anycell.exporter.schedule import Fold, Loop, Product, Schedule
-from anycell.lang.expr import Expr
+from anycell.lang.expr import Expr, topological
 from anycell.layer.rounding import STEPS
+from anycell.plan.passes import HEAVY
 
 FUNCTIONS = "load", "version", "state_size", "reset", "step", "process"  # the last ones of a file
-CACHE = 1 << 15  # bytes: from larger weights a step reads narrower blocks, so that some stay cached
 NARROW = 8  # vectors
+# Bits of a float, 2^-100: where nothing is smaller, no result of simple operations is below 1e-38
+# unless it no longer matters.
+TINY = 27 << 23
+COSTLY = HEAVY - {"sigmoid", "tanh"}
 TABLES = {"float32": "float", "uint16": "i16", "uint32": "i32", "int32": "i32"}  # types of LLVM
 
 
@@ -182,16 +186,34 @@ class _Printer:
         """Every other step takes the blocks in reverse: weights that the step before has read last
         are still in the cache.
         """
+        if stage.to.size == 1 < self.lanes and stage.scales == (None,) * len(stage.scales):
+            return self._number_of(stage)
         blocks, count = self._split(stage)
         for operand, weight, scales in zip(*stage[:3], strict=True):
             if scales is not None:
                 self._rounded(operand, len(weight))
+        ways = 2 if count <= self.registers * 3 // 8 else 1
         if blocks == 1:
-            self._block(stage, 0, 1, count, 2 if count <= self.registers * 3 // 8 else 1)
+            self._block(stage, 0, 1, count, ways)
             return
         with self.b.loop(0, blocks) as i:
             n = self.b.select(self.flip.ne(0), blocks - 1 - i, i)
-            self._block(stage, n, blocks, count, 1)
+            self._block(stage, n, blocks, count, ways)
+
+    def _number_of(self, stage: Product) -> None:
+        """A product of one column: lanes hold its rows."""
+        b, stored = self.b, "i16" if self.narrow else "float"
+        total = b.variable(b.value(0.0, b.vec))
+        for operand, weight in zip(stage.operands, stage.weights, strict=True):
+            table = self._table(self._stored(weight[:, :1].T))
+            for j, count in self._turns(len(weight)):
+                x = self._value(operand, j, count)
+                if count < self.lanes:
+                    x = b.select(b.lane_mask(b.value(count)), x, 0.0)
+                w = b.load(b.gep(table, j, stored), vector(self.lanes, stored))
+                total.value = b.fma(x, widen(b, w, "bfloat") if self.narrow else w, total.value)
+        bias = b.load(self._table(stage.bias[None, :1]), "float")
+        b.store(b.reduce_add(total.value) + bias, self._address(stage.to))
 
     def _blocks(self, rows: npt.NDArray[Any], blocks: int, width: int, n: Value | int) -> Value:
         """The address of block n of a table ``[rows, columns]``, whose columns are filled up."""
@@ -303,9 +325,11 @@ class _Printer:
         def get(node: Expr) -> Value:
             return values[node] if node in values else self._value(node, j, count)
 
-        for node in stage.nodes:
-            args = map(get, node.args)
+        for node in _by_height(stage.nodes):
+            args = [*map(get, node.args)]
             values[node] = EMIT[node.op](b, *args) if node.args else get(node)
+            if node.op == "add" and node.args[1].op == "mul":
+                values[node] = b.fma(*map(get, node.args[1].args), args[0])
         stored = [get(node) for node, _ in stage.stores]
         for value, (_, place) in zip(stored, stage.stores, strict=True):
             address = self._address(place, j)
@@ -364,6 +388,19 @@ class _Printer:
                 b.store(reduced, self._address(to, j))
 
 
+def _by_height(nodes: list[Expr]) -> list[Expr]:
+    """Values in the order in which a processor should begin with them: first what has the longest
+    way of others, which wait for it, ahead.
+    """
+    heights = dict.fromkeys(nodes, 0)
+    for node in reversed(nodes):
+        for arg in node.args:
+            if arg in heights:
+                steps = heights[node] + (10 if node.op in HEAVY else 1)
+                heights[arg] = max(heights[arg], steps)
+    return sorted(nodes, key=lambda node: -heights[node])
+
+
 # -- calls -----------------------------------------------------------------------------------------
 def _print_load(module: Module, expected: list[int], platform: Platform, name: str) -> None:
     """Adds the function that checks weights and enters their address in a state."""
@@ -402,12 +439,25 @@ def _print_calls(module: Module, model: Model, platform: Platform, name: str) ->
         first = b.value(of.initial, b.vec)
         with b.loop(0, padded(of.at.size, lanes), lanes) as j:
             b.store(first, b.gep(b.gep(b.args[0], of.at.first), j))
+    if model.turns:
+        b.store(b.value(0, "i32"), b.gep(b.args[0], model.state_size - 1))
     arrays = "ptr state, ptr in, ptr out"
     if not model.whole:
         b = module.function(f"{name}_step", arrays)
         state, sample, out = b.args
+        turn = b.value(0, "i64")
+        if model.turns:
+            last = b.gep(state, model.state_size - 1)
+            turn = b.zext(b.load(last, "i32"), "i64")
+            b.store(b.trunc(1 - turn, "i32"), last)
+        program = model.passes[0].program
+        nodes = topological([program.output, *(of.new for of in program.memories)])
+        if platform.triple.startswith("x86") and not {node.op for node in nodes} & COSTLY:
+            with b.when(_has_tiny(b, model, state, sample).eq(0)):
+                b.call("step0", state, sample, sample, out, turn)
+                b.ret()
         with _flushed(b, platform):
-            b.call("step0", state, sample, sample, out, 0)
+            b.call("step0", state, sample, sample, out, turn)
     memory = ", ptr memory" * model.whole
     b = module.function(f"{name}_process", f"{arrays}, {word} steps{memory}")
     state, sample, out, count, *_ = b.args
@@ -446,3 +496,23 @@ def _flushed(b: Builder, platform: Platform) -> Iterator[None]:
     b.intrinsic(change, within, returns="void", overload=())
     yield
     b.intrinsic(change, before, returns="void", overload=())
+
+
+def _has_tiny(b: Builder, model: Model, state: Value, sample: Value) -> Value:
+    """Whether a number of a state or sample is below ``TINY``, but not 0."""
+    largest, lanes, least = b.variable(0, b.ivec), model.lanes, 1 << 31
+
+    def add(numbers: Value) -> None:
+        largest.value = b.smax(largest.value, (~b.bits(numbers) & (least - 1)) + 1)
+
+    whole = model.inputs // lanes * lanes
+    arrays = [(sample, 0, whole)]
+    for of in model.passes[0].program.memories:
+        arrays.append((state, of.at.first, of.at.first + padded(of.at.size, lanes)))
+    for array, first, end in arrays:
+        with b.loop(first, end, lanes) as j:
+            add(b.load(b.gep(array, j)))
+    if whole < model.inputs:
+        mask = b.lane_mask(b.value(model.inputs - whole))
+        add(b.masked_load(b.gep(sample, whole), mask, b.value(0.0, b.vec)))
+    return b.reduce_max(largest.value) > least - TINY

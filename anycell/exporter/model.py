@@ -18,6 +18,8 @@ from anycell.lang.cell import ONE
 from anycell.layer.parts import Part, Recurrent, Simple, opened
 from anycell.layer.signature import ENDS
 
+CACHE = 1 << 15  # bytes: of larger weights a part stays cached from one step to the next
+
 
 class Rows(NamedTuple):
     """Columns of the rows of all steps: the array, the first column, and the length of a row."""
@@ -50,6 +52,8 @@ class Model:
         memory: the arrays between passes, with the lengths of their rows; passes use them in turn.
         weights: one of ``WEIGHTS``.
         lanes: how many numbers a vector has; at most as many as given.
+        turns: whether steps read weights in one order and in the other by turns; the last number of
+            a state says whose turn it is.
         blob: where weights are if they are not in the program; each state begins with the address.
     """
 
@@ -82,7 +86,10 @@ class Model:
             count = start.layer + len(layer[0][1])
             start = Start(programs[-1].inputs, start.states, count, width)
         self.inputs, self.outputs = start.inputs, start.width
-        self.state_size = start.states or 1  # C has no arrays of no numbers
+        matrices = [matrix for of_pass in self.passes for matrix in of_pass.program.matrices]
+        large = sum(matrix.weight.nbytes for matrix in matrices) > CACHE
+        self.turns = large and self.lanes > 1 and not self.whole
+        self.state_size = start.states + self.turns or 1  # C has no arrays of no numbers
 
     @property
     def whole(self) -> bool:

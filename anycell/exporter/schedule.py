@@ -169,7 +169,8 @@ class Schedule:
             ends = list(itertools.accumulate(padded(size, self.program.lanes) for size in sizes))
             weights = [np.zeros((m.weight.shape[1], ends[-1]), np.float32) for m in blocks[0]]
             scales = [np.zeros(ends[-1], np.float32) if of else None for _, of in operands]
-            bias, to = np.zeros(ends[-1], np.float32), self._room(ends[-1])
+            bias = np.zeros(ends[-1], np.float32)
+            to = self._room(ends[-1] - padded(sizes[-1], self.program.lanes) + sizes[-1])
             for node, block, size, first in zip(members, blocks, sizes, [0, *ends], strict=False):
                 self.places[node] = Place(to.array, first, size)
                 columns = slice(first, first + size)

@@ -85,12 +85,24 @@ def check(model: RNN, target: str, folder: Path, rng: np.random.Generator) -> No
     out = run(library, x)
     assert_close(out, program.run(x), "float32", "forward")
     assert np.array_equal(run(library, x, blocks=4), out)
+    assert np.array_equal(run(library, x, blocks=0), out)
+
+
+@cell(gates="i f g o", state="h c", static="e")
+def Fed(x: Any, r: Any, s: Any, e: Any) -> Any:
+    """Large weights of four gates, and a loop that reads the sample."""
+    i, f_, g, o = x + r
+    c = f.sigmoid(f_) * s.c + f.sigmoid(i) * f.tanh(g) * e
+    return f.sigmoid(o) * f.tanh(c), c
 
 
 # Cells that differ in stages, and numbers of units: of a part of a vector, of several in a loop.
+# Large weights are read by units, unless a stage has few of their gates, or the last units of the
+# output are a part of a vector.
 OBJECTS = [
     (cells.LSTM, 64), (cells.LayerNormGRU, 33), (cells.LSTMP, 20), (cells.sLSTM(heads=2), 6),
-    (cells.NAS, 1), (Everything, 24), (Rows, 7), (Sized, 100), (Tied, 8),
+    (cells.NAS, 1), (Everything, 24), (Rows, 7), (Sized, 100), (Tied, 8), (cells.LSTM, 61),
+    (Fed, 61), (Fed, 64), (cells.GRU, 72),
 ]  # fmt: skip
 
 
@@ -482,6 +494,29 @@ def test_silence_is_not_slower(target: str, tmp_path: Path, rng: np.random.Gener
         run(library, x)
         times.append(time.process_time() - before)
     assert min(times[1::2]) < 1.2 * min(times[::2])
+
+
+@pytest.mark.parametrize("target", ["c", *HERE])
+def test_small_numbers_become_0(target: str, tmp_path: Path) -> None:
+    """In steps as in blocks, in the state and in a sample; else a step leaves the mode alone."""
+    library = compiled(decaying(), tmp_path, target=target)
+    x = np.r_[1.0, np.zeros(200), 1e-39, np.zeros(9), 2e-38][:, None]
+    out = run(library, x, blocks=0)
+    assert np.array_equal(out, run(library, x))
+    assert (out[:99] != 0).all() and not out[130:-1].any()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("units", [3, 8, 20, 61])
+def test_one_output(units: int, weights: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Lanes hold the inputs of a readout of one number, not its outputs."""
+    layers = [perturbed(RNN(cells.LSTM, 2, units), rng), Dense(units, 1, seed=1)]
+    x, outs = rng.standard_normal((9, 2)).astype(np.float32), list[Array]()
+    for target in ("c", *HERE):
+        library = compiled(layers, tmp_path / target, target=target, weights=weights)
+        outs.append(run(library, x))
+        assert np.array_equal(run(library, x, blocks=0), outs[-1])
+        assert_close(outs[-1], outs[0].astype(np.float64), "float32", "forward")
 
 
 @pytest.mark.parametrize("target", ["c", *HERE])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from guarded import guarded
 from problems import Rows, Sized, Tied
 
 import anycell
@@ -59,7 +60,9 @@ def load(library: Path, state: Array, weights: Array) -> int:
 
 
 def run(library: Path, x: Array, blocks: int = 1) -> Array:
-    """Runs an exported model on ``[T, inputs]``, from its initial state, block by block."""
+    """Runs an exported model on ``[T, inputs]``, from its initial state, block by block; for 0
+    blocks step by step.
+    """
     header = library.with_suffix(".h").read_text(encoding="utf-8")
     sizes = {name: int(size) for name, size in re.findall(r"define \w+?_(\w+) (\d+)", header)}
     assert x.shape[1] == sizes["INPUTS"]
@@ -78,9 +81,16 @@ def run(library: Path, x: Array, blocks: int = 1) -> Array:
         assert len(weights) == sizes["WEIGHTS_SIZE"] and load(library, state, weights) == 0
     reset(state)
     outputs = []
-    for part in np.array_split(x.astype(np.float32), blocks):
+    for part in np.array_split(x.astype(np.float32), blocks or len(x)):
         out = np.full((len(part) + 1, sizes["OUTPUTS"]), np.nan, np.float32)
-        process(state, np.ascontiguousarray(part), out, len(part), *further)
+        given = guarded(part.shape, np.float32, True)  # it reads nothing beyond
+        given[...] = part
+        if blocks:
+            process(state, given, out, len(part), *further)
+        else:
+            step = getattr(functions, f"{library.stem}_step")
+            step.argtypes = [pointer] * 3
+            step(state, given, out)
         ends = out[-1], state[-1], *(memory[-1] for memory in further)
         assert all(np.isnan(end).all() for end in ends), "it writes beyond its arrays"
         outputs.append(out[:-1])
