@@ -28,6 +28,7 @@ One file, because the builder is one class with a short method per instruction.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import platform
@@ -35,7 +36,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
@@ -80,7 +81,7 @@ def _comparison(integer: str, real: str) -> Callable[[Value, Operand], Value]:
     return lambda x, y: x._builder(y).compare(x._opcode(integer, real), x, y)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True, slots=True)
 class Value:
     """An SSA value or a constant: its name in the text, and its LLVM type.
 
@@ -149,6 +150,7 @@ def vector(lanes: int, element: str) -> str:
     return f"<{lanes} x {element}>"
 
 
+@functools.lru_cache(maxsize=256)
 def shape(type: str) -> tuple[int, str]:
     """(lanes, element) of a vector type, and (1, type) of a scalar one."""
     match = _VECTOR.fullmatch(type)
@@ -160,6 +162,7 @@ def with_element(type: str, element: str) -> str:
     return vector(shape(type)[0], element) if type.startswith("<") else element
 
 
+@functools.lru_cache(maxsize=256)
 def element_bits(type: str) -> int:
     """Bits of one element."""
     element = shape(type)[1]
@@ -407,7 +410,7 @@ class Builder:
     def value(self, operand: Operand, type: str = "i64") -> Value:
         """`operand` as a value of `type`: a number becomes a constant."""
         if not isinstance(operand, Value):
-            return replace(constant(operand, type), builder=self)
+            return Value(constant(operand, type).text, type, self)
         if operand.type != type:
             raise TypeError(f"expected a value of type {type}, got {operand}")
         return operand
