@@ -1,6 +1,6 @@
 """The matmuls that are parallel in time: ``C = A @ B`` and ``C += A @ B``, large and of any sizes.
 
-There is one function per instruction set and dtype, in one module with the ``driver``, which calls
+There is one function per instruction set and dtype, in a module of its own. The ``driver`` calls
 it. A call is a table of 64-bit numbers, like a call of a door.
 
     void needs(int64_t *call)    writes scratch_bytes
@@ -183,7 +183,6 @@ class Gemm:
         self._panel()
         self._pack()
         self._multiply()
-        self._needs()
         self._gemm()
 
     # ---- register blocks -------------------------------------------------------------------------
@@ -507,7 +506,8 @@ class Gemm:
                     b.store(numbers.value, b.gep(into, block * self.copied_block + n))
 
     # ---- the call --------------------------------------------------------------------------------
-    def _needs(self) -> None:
+    def print_needs(self) -> None:
+        """Adds ``needs``, which the driver has."""
         b = self.module.function("needs", "ptr call")
         call = Entries(b, b.args[0], ENTRIES)
         columns, inner = b.smin(call["columns"], SPAN_COLUMNS), b.smin(call["inner"], SPAN_INNER)
