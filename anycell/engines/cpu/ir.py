@@ -143,6 +143,7 @@ Operand = Value | Number
 _BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 _MANGLED = {"half": "f16", "bfloat": "bf16", "float": "f32", "double": "f64", "ptr": "p0"}
 _VECTOR = re.compile(r"<(\d+) x (\w+)>")
+_NAME = re.compile(r"@([\w.]+)")
 
 
 def vector(lanes: int, element: str) -> str:
@@ -235,8 +236,7 @@ class Module:
         self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
         self._globals: list[str] = []
         self._functions: dict[str, Builder] = {}
-        self._plain_loops = itertools.count(2)  # !0 and !1 are their common operands
-        self._metadata: list[str] = []
+        self._part = ""
 
     def function(self, name: str, params: str = "", returns: str = "void") -> Builder:
         """Starts a function; parameters are declared as in `"ptr noalias x, i64 count"`."""
@@ -254,7 +254,15 @@ class Module:
         if function.name in self._functions:
             raise ValueError(f"function {function.name!r} is defined twice")
         self._functions[function.name] = function
+        function.part = self._part
         return function
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The functions that start within the block are compiled apart, see ``parts``."""
+        self._part = name
+        yield
+        self._part = ""
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         """Declares a function that this module calls but does not define; it may be repeated."""
@@ -288,26 +296,43 @@ class Module:
         self._globals.append(f"{name} = internal global i64 0, align 8")
         return Value(name, "ptr")
 
-    def plain_loop(self) -> str:
-        """A fresh metadata node for a loop that LLVM must neither unroll nor vectorise."""
-        number = next(self._plain_loops)
-        self._metadata.append(f"!{number} = distinct !{{!{number}, !0, !1}}")
-        return f"!{number}"
+    def parts(self) -> tuple[str, list[str]]:
+        """The module as modules that are compiled apart and then linked: the text of the functions
+        of no part, and a text for each part, which may be that of a part of other modules.
+        """
+        names = dict.fromkeys(function.part for function in self._functions.values())
+        texts = {name: self._text(name) for name in {"": None, **names}}
+        return texts.pop(""), [*texts.values()]
 
     def __str__(self) -> str:
-        functions = [str(function) for function in self._functions.values()]
-        declarations = [text for _, text in self._declarations.values()]
+        return self._text(None)
+
+    def _text(self, part: str | None) -> str:
+        """The functions of a part; None stands for the whole module."""
+        chosen = [f for f in self._functions.values() if part in (None, f.part)]
+        functions, declared = [str(function) for function in chosen], []
+        if part is not None:
+            functions = [text.replace("define internal", "define hidden", 1) for text in functions]
+            declared = [f.declared for f in self._functions.values() if f.part != part]
+        declared += [text for _, text in self._declarations.values()]
+        if part is not None:
+            used = set(_NAME.findall("\n".join(functions)))
+            declared = [text for text in declared if _NAME.findall(text)[0] in used]
+            tables = [text for text in self._globals if _NAME.findall(text)[0] in used]
+        else:
+            tables = self._globals
         # no-builtins: the optimiser must not turn a loop into a call of memset or memcpy, so that
         # the machine code refers to nothing outside itself and can be cached.
         width = f'"prefer-vector-width"="{self.target.bits}"'
         attributes = [
             f'attributes #0 = {{ nounwind "no-builtins" {width} }}',
-            # Kernels are printed unrolled and vectorised; doing it again costs time, changes bits.
-            '!0 = !{!"llvm.loop.unroll.disable"}',
-            '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
-            *self._metadata,
+            # Of all loops: kernels are printed unrolled and vectorised; doing it again costs time,
+            # changes bits.
+            "!0 = distinct !{!0, !1, !2}",
+            '!1 = !{!"llvm.loop.unroll.disable"}',
+            '!2 = !{!"llvm.loop.vectorize.enable", i1 false}',
         ]
-        parts = ["\n".join(self._globals), *functions, "\n".join(declarations + attributes)]
+        parts = ["\n".join(tables), *functions, "\n".join(declared + attributes)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -382,6 +407,8 @@ class Builder:
             f"@{name}({', '.join(f'{kind} %{key}' for kind, key in typed)}) "
             f"{'noinline ' if private else ''}#0"
         )
+        self.part = ""  # of the module
+        self.declared = f"declare hidden {returns} @{name}({', '.join(k for k, _ in typed)})"
         self._allocas: list[str] = []
         self._blocks = [_Block("entry", [])]
         self._numbers = itertools.count(1)
@@ -739,7 +766,7 @@ class Builder:
             f"{more} = icmp slt i64 {index}, {hi.text}",
             f"br i1 {more}, label %{body}, label %{done}",
         ))  # fmt: skip
-        self._line(f"br label %{head}, !llvm.loop {self.module.plain_loop()}")
+        self._line(f"br label %{head}, !llvm.loop !0")
         self._start(done)
 
     @contextmanager
