@@ -318,8 +318,10 @@ class DriverPass(NamedTuple):
             "next": 0 if then is None else draft.entry(then.table),
             "moves": len(self.moves), "before": len(tables.before), "after": len(tables.after),
             "gang": draft.of_call("gang") if threads > 1 else 0, "threads": threads,
-            "least_work": heuristics.WORTH_A_THREAD, "gemm": self._matmul("gemm", driver.OURS),
-            "few": self._matmul("few", driver.FEW, driver.UNSCALED), "blas": tables.host.blas,
+            "least_work": heuristics.WORTH_A_THREAD, "blas": tables.host.blas,
+            "gemm": self._matmul("gemm", driver.OURS),
+            "columns": self._matmul("columns", driver.COLUMNS),
+            "few": self._matmul("few", driver.FEW, driver.UNSCALED),
             "scratch": 0, "scratch_bytes": 0,  # set by ``finish`` and by ``cpu.room``
         }  # fmt: skip
         table = draft.append_row(driver.PASS, row)

@@ -169,7 +169,8 @@ def test_products_of_integers_without_packing(name: str) -> None:
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="pic"
     )
-    code = machine.emit_assembly(jit.optimised(driver.text(target, DTYPES["int8"]), machine))
+    text = str(driver.module(target, DTYPES["int8"], "few"))
+    code = machine.emit_assembly(jit.optimised(text, machine))
     by_name = {"avx2": "vpmaddubsw", "avx512": "vpmaddubsw", "neondot": "sdot", "neonbf16": "usdot"}
     wanted = by_name.get(name, "vpdpbusd" if target.dot else "pmaddwd")
     for function in ("one_row", "few_rows"):

@@ -20,6 +20,7 @@ Our matmuls are modules of their own, for passes that have such products, as mos
 few inputs have not: they take nine tenths of the time to compile.
 
     void gemm(int64_t *call)                                       see ``gemm``
+    void columns(int64_t *call)                                    see ``gemm``
     void few(int64_t *call, int64_t part, int64_t parts)           a part of it, for few rows
 
 ``next`` chains passes: a stack of layers is a single call.
@@ -42,7 +43,7 @@ from anycell.engines.cpu.door import print_gang
 from anycell.engines.cpu.gemm import Gemm
 from anycell.engines.cpu.geometry import ROW_HEADER
 from anycell.engines.cpu.idioms import dot, widen
-from anycell.engines.cpu.ir import Builder, Target, Value, element_bits, integer_of, vector
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, element_bits, integer_of, vector
 from anycell.engines.cpu.matmul import masked_numbers, print_quantizing, whole_chunks
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
@@ -51,11 +52,12 @@ from anycell.plan import DTYPES, LINE, Dtype
 # ``call`` is the door's table; ``begin`` to ``span`` are places in that table. ``first`` and
 # ``last`` bound the steps to run, in the order of the forward pass. ``again`` is the pass that
 # computes the states of a segment again, or 0. ``next`` is the pass to run after this pass, or 0.
-# ``gemm`` and ``few`` are the addresses of ``matmul``, ``blas`` that of a Fortran sgemm or dgemm;
-# passes without such products have 0.
+# ``gemm``, ``columns`` and ``few`` are the addresses of our matmuls, or 0 where no product needs
+# them; ``blas`` is the address of a Fortran sgemm or dgemm.
 PASS = (
     "door call begin count pack origin span backward steps batch first last chunk segment again "
-    "next moves before after gang threads least_work gemm few blas scratch scratch_bytes"
+    "next moves before after gang threads least_work gemm columns few blas scratch "
+    "scratch_bytes"
 ).split()
 # A call: the head of its recipe, memory for the tables, and then its addresses, of which the last
 # are no arrays: its memory, the tables in it, the gang of threads, and three numbers for random
@@ -81,12 +83,13 @@ PRODUCT = [
     *gemm.OPERANDS, "scales", "kind", "along", "reverse", "sums", "once",
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
-# The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
-# rows; the sum of the rows of ``a``; a dense copy of the rows of ``a``, which may have any
-# stride between steps, with zeros in place of rows whose flag in ``b`` is 0, or, if ``scales`` has
-# rows, ``b_columns`` apart, with these in place of rows whose flag is not 0; and FEW for a ``b`` of
-# integers without the scales of the rows of ``a``, which are written after the rows of ``c``.
-KINDS = OURS, BLAS, FEW, SUM, GATHER, UNSCALED = range(6)
+# The kinds of products: our matmul; the same for an ``a`` with dense columns; the matmul of
+# ``blas``; our matmul without packing, for few rows; the sum of the rows of ``a``; a dense copy of
+# the rows of ``a``, which may have any stride between steps, with zeros in place of rows whose flag
+# in ``b`` is 0, or, if ``scales`` has rows, ``b_columns`` apart, with these in place of rows whose
+# flag is not 0; and FEW for a ``b`` of integers without the scales of the rows of ``a``, which are
+# written after the rows of ``c``.
+KINDS = OURS, COLUMNS, BLAS, FEW, SUM, GATHER, UNSCALED = range(7)
 DONE = len(KINDS)  # in place of a kind
 
 # The table of a product: the matmul's; whether the kind is UNSCALED; and whether to take columns
@@ -240,8 +243,9 @@ class Driver:
         call["gang"], call["turned"] = table["gang"], done & 1
         call["scratch"] = table["scratch"] + _TABLE
         kind, gang = row["kind"], table.pointer("gang")
-        with b.when(kind.eq(OURS)):
-            b.call(table.pointer("gemm"), scratch, returns="void")
+        for ours, name in ((OURS, "gemm"), (COLUMNS, "columns")):
+            with b.when(kind.eq(ours)):
+                b.call(table.pointer(name), scratch, returns="void")
         with b.when(kind.eq(SUM)):
             b.call("gang", gang, Value("@sum_rows", "ptr"), scratch, threads)
         with b.when(kind.eq(GATHER)):
@@ -579,7 +583,7 @@ class Driver:
         chunk = table["chunk"] * table["batch"]
         with b.loop(0, table["before"] + table["after"]) as i:
             row = _product(table, i)
-            with b.when(row["kind"].eq(OURS)):
+            with b.when(row["kind"].eq(OURS) | row["kind"].eq(COLUMNS)):
                 call["columns"], call["threads"] = row["columns"], table["threads"]
                 call["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
                 b.call("needs", space)
@@ -649,10 +653,11 @@ class Functions(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """One of our matmuls, compiled: "gemm" or "few"."""
+    """One of our matmuls, compiled: "gemm", "columns" or "few"."""
 
     library: jit.Library
     address: int
+    run: Callable[[int], None]
 
 
 @functools.lru_cache(maxsize=32)
@@ -666,19 +671,19 @@ def compiled(dtype: str, target: Target) -> Functions:
 def matmul(name: str, dtype: str, target: Target) -> Matmul:
     """Returns the matmul of this name; compiled once per process, kept on disk."""
     library = jit.compile(*request(DTYPES[dtype], target, name))
-    return Matmul(library, library.address(name))
+    return Matmul(library, library.address(name), library.function(name))
 
 
 def request(types: Dtype, target: Target, matmul: str = "") -> jit.Request:
-    """The request to ``jit`` for a module, see ``text``."""
+    """The request to ``jit`` for a module, see ``module``."""
     sources = fingerprint()
     recipe = f"{sources}\n{target}\ndriver {types} {matmul}" if sources else None
     symbols = (matmul,) if matmul else Functions._fields
-    return lambda: text(target, types, matmul), symbols, target, recipe
+    return lambda: module(target, types, matmul), symbols, target, recipe
 
 
-def text(target: Target, types: Dtype, matmul: str = "") -> str:
-    """The module of the driver or, by its name, of one of our matmuls, as LLVM text."""
-    ours = Gemm(target, types)
-    {"": Driver(ours).print, "few": Driver(ours).print_few, "gemm": ours.print}[matmul]()
-    return str(ours.module)
+def module(target: Target, types: Dtype, matmul: str = "") -> Module:
+    """The module of the driver or, by its name, of one of our matmuls."""
+    ours = Gemm(target, types, matmul == "columns")
+    {"": Driver(ours).print, "few": Driver(ours).print_few}.get(matmul, ours.print)()
+    return ours.module

@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -218,7 +219,9 @@ def _context() -> Any:
     return _llvm().create_context()
 
 
+@lru_cache(maxsize=8)
 def _machine(target: Target) -> Any:
+    """LLVM's target machine; a new one for each object file would take a millisecond."""
     llvm = _llvm()
     cpu, features, _ = isa.machine(target)
     # The small code model reads constants relative to the program counter; the JIT's default would
@@ -265,7 +268,8 @@ def _compiled(text: Text, symbols: Sequence[str], target: Target) -> bytes:
     own, parts = printed.parts()
     code = object_code(own, symbols, target)
     for part in parts:
-        code += cached(name(part, (), target), lambda part=part: object_code(part, (), target))[0]
+        build = functools.partial(object_code, part, (), target)
+        code += cached(name(part, (), target), build)[0]
     return code
 
 
@@ -273,7 +277,10 @@ def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]
     llvm = _llvm()
     # llvmlite's own memory manager keeps all sections in one block, as the small code model needs.
     engine = llvm.create_mcjit_compiler(
-        llvm.parse_assembly("", _context()), _machine(target), use_lmm=True
+        # The engine takes the machine over.
+        llvm.parse_assembly("", _context()),
+        _machine.__wrapped__(target),
+        use_lmm=True,
     )
     for file in image.objects(code):
         engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(file))
