@@ -45,7 +45,7 @@ from anycell.environment import switch
 from . import image, isa
 from .ir import Module, Target
 
-FORMAT = 2  # raise it when the way from text to machine code changes, so that no old entry is found
+FORMAT = 3  # raise it when the way from text to machine code changes, so that no old entry is found
 # The text leaves to LLVM: moving stack variables to registers, removing repeated computations, and
 # shorter forms of instructions. Optimising at level 2 takes twice as long, and the code is no
 # faster.
