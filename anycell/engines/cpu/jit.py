@@ -275,14 +275,15 @@ def _compiled(text: Text, symbols: Sequence[str], target: Target) -> bytes:
 
 def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]:
     llvm = _llvm()
-    # llvmlite's own memory manager keeps all sections in one block, as the small code model needs.
+    files = [*image.objects(code)]
+    # llvmlite's own memory manager keeps all sections in one block, as the small code model needs;
+    # it takes a single file. The engine takes the machine over.
     engine = llvm.create_mcjit_compiler(
-        # The engine takes the machine over.
         llvm.parse_assembly("", _context()),
         _machine.__wrapped__(target),
-        use_lmm=True,
+        use_lmm=len(files) == 1,
     )
-    for file in image.objects(code):
+    for file in files:
         engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(file))
     engine.finalize_object()
     addresses = {symbol: engine.get_function_address(symbol) for symbol in symbols}
