@@ -939,6 +939,8 @@ def test_what_kernels_share_is_compiled_once(cache: Path, monkeypatch: pytest.Mo
     matmul = functions(driver.request(lstm.types, target, "gemm"))
     assert "panel" in matmul and "pack_block" not in matmul
     assert not functions(kernel.request(Layout(lstm, False, target)))
+    monkeypatch.setenv("ANYCELL_CACHE", "0")  # then nothing is shared, and one text is faster
+    assert functions(kernel.request(Layout(lstm, False, target))) and len(texts) == 1
 
 
 def test_parts_and_the_whole_have_the_same_functions() -> None:

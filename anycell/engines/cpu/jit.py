@@ -263,7 +263,7 @@ def object_code(text: str, symbols: Sequence[str], target: Target) -> bytes:
 def _compiled(text: Text, symbols: Sequence[str], target: Target) -> bytes:
     """The object files of a text. Its parts, which other texts may have too, are cached."""
     printed = text if isinstance(text, str) else text()
-    if isinstance(printed, str) or not image.SUPPORTED:
+    if isinstance(printed, str) or not (image.SUPPORTED and enabled()):
         return object_code(str(printed), symbols, target)
     own, parts = printed.parts()
     code = object_code(own, symbols, target)
