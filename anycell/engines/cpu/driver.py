@@ -653,11 +653,12 @@ class Functions(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """One of our matmuls, compiled: "gemm", "columns" or "few"."""
+    """One of our matmuls, compiled: "gemm", "columns" or "few". ``needs`` is the driver's."""
 
     library: jit.Library
     address: int
     run: Callable[[int], None]
+    needs: Callable[[int], None]
 
 
 @functools.lru_cache(maxsize=32)
@@ -671,7 +672,8 @@ def compiled(dtype: str, target: Target) -> Functions:
 def matmul(name: str, dtype: str, target: Target) -> Matmul:
     """Returns the matmul of this name; compiled once per process, kept on disk."""
     library = jit.compile(*request(DTYPES[dtype], target, name))
-    return Matmul(library, library.address(name), library.function(name))
+    needs = compiled(dtype, target).needs
+    return Matmul(library, library.address(name), library.function(name), needs)
 
 
 def request(types: Dtype, target: Target, matmul: str = "") -> jit.Request:
