@@ -236,7 +236,8 @@ class Module:
         self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
         self._globals: list[str] = []
         self._functions: dict[str, Builder] = {}
-        self._part = ""
+        self._part_of: dict[str, str] = {}  # by names of functions
+        self._open = [""]  # the part in which functions start is the last
 
     def function(self, name: str, params: str = "", returns: str = "void") -> Builder:
         """Starts a function; parameters are declared as in `"ptr noalias x, i64 count"`."""
@@ -254,15 +255,15 @@ class Module:
         if function.name in self._functions:
             raise ValueError(f"function {function.name!r} is defined twice")
         self._functions[function.name] = function
-        function.part = self._part
+        self._part_of[function.name] = self._open[-1]
         return function
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """The functions that start within the block are compiled apart, see ``parts``."""
-        self._part = name
+        self._open.append(name)
         yield
-        self._part = ""
+        self._open.pop()
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         """Declares a function that this module calls but does not define; it may be repeated."""
@@ -300,8 +301,7 @@ class Module:
         """The module as modules that are compiled apart and then linked: the text of the functions
         of no part, and a text for each part, which may be that of a part of other modules.
         """
-        names = dict.fromkeys(function.part for function in self._functions.values())
-        texts = {name: self._text(name) for name in {"": None, **names}}
+        texts = {name: self._text(name) for name in dict.fromkeys(("", *self._part_of.values()))}
         return texts.pop(""), [*texts.values()]
 
     def __str__(self) -> str:
@@ -309,11 +309,11 @@ class Module:
 
     def _text(self, part: str | None) -> str:
         """The functions of a part; None stands for the whole module."""
-        chosen = [f for f in self._functions.values() if part in (None, f.part)]
+        chosen = [f for n, f in self._functions.items() if part in (None, self._part_of[n])]
         functions, declared = [str(function) for function in chosen], []
         if part is not None:
             functions = [text.replace("define internal", "define hidden", 1) for text in functions]
-            declared = [f.declared for f in self._functions.values() if f.part != part]
+            declared = [f.declared for f in self._functions.values() if f not in chosen]
         declared += [text for _, text in self._declarations.values()]
         if part is not None:
             used = set(_NAME.findall("\n".join(functions)))
@@ -407,7 +407,6 @@ class Builder:
             f"@{name}({', '.join(f'{kind} %{key}' for kind, key in typed)}) "
             f"{'noinline ' if private else ''}#0"
         )
-        self.part = ""  # of the module
         self.declared = f"declare hidden {returns} @{name}({', '.join(k for k, _ in typed)})"
         self._allocas: list[str] = []
         self._blocks = [_Block("entry", [])]
