@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from anycell.engines import cpu
 from anycell.engines.cpu import driver, isa, jit, xla
+from anycell.engines.cpu.driver import Matmul
 from anycell.engines.cpu.kernel import Kernel
 from anycell.layer.framework import Framework
 from anycell.layer.recipe import Recipe, dense
@@ -100,7 +101,7 @@ def record(recipe: Recipe, stream: int) -> npt.NDArray[np.int64]:
     *_, threads = (one.threads for one in recipe.passes)
     gang = cpu.pool.own_gang(threads)
     kept: list[Any] = [
-        name(f"door {one.library.name}", one.address) if isinstance(one, Kernel) else one
+        name(f"code {one.library.name}", one.address) if isinstance(one, Kernel | Matmul) else one
         for one, _ in recipe.kept
     ]
     numbers = {

@@ -319,6 +319,9 @@ class DriverPass(NamedTuple):
             "moves": len(self.moves), "before": len(tables.before), "after": len(tables.after),
             "gang": draft.of_call("gang") if threads > 1 else 0, "threads": threads,
             "least_work": heuristics.WORTH_A_THREAD, "blas": tables.host.blas,
+            "gemm": self._matmul("gemm", driver.OURS),
+            "columns": self._matmul("columns", driver.COLUMNS),
+            "few": self._matmul("few", driver.FEW, driver.UNSCALED),
             "scratch": 0, "scratch_bytes": 0,  # set by ``finish`` and by ``cpu.room``
         }  # fmt: skip
         table = draft.append_row(driver.PASS, row)
@@ -329,6 +332,14 @@ class DriverPass(NamedTuple):
         return Placed(
             tables.kernel, tables.plan, options.threads, tables.base, tables.firsts, table, again
         )
+
+    def _matmul(self, name: str, *kinds: int) -> View | int:
+        """The address of our matmul of this name, if products are of these kinds."""
+        tables = self.tables
+        if not any(product["kind"] in kinds for product in (*tables.before, *tables.after)):
+            return 0
+        matmul = driver.matmul(name, tables.plan.dtype, cpu.isa.current())
+        return tables.draft.keep(matmul, matmul.address, matmul.address)
 
 
 def finish(draft: Draft, passes: Sequence[DriverPass], **facts: Any) -> Recipe:

@@ -13,7 +13,7 @@ import os
 from typing import NamedTuple
 
 from anycell.engines import cpu
-from anycell.engines.cpu.driver import BLAS, OURS
+from anycell.engines.cpu.driver import BLAS, COLUMNS, OURS
 from anycell.engines.cpu.ir import X86
 from anycell.layer.arguments import Array
 from anycell.layer.framework import Framework, extent
@@ -76,10 +76,11 @@ def rule() -> Rule:
     return AMD if cpu.isa.amd() else OTHERS
 
 
-def kind_of(host: Framework, plan: Plan, *operands: View) -> int:
+def kind_of(host: Framework, plan: Plan, a: View, b: View) -> int:
     """The kind of a product of a pass, see ``driver.KINDS``."""
-    other = plan.types.plain and rule().host and host.blas
-    return BLAS if other and all(map(_apart, operands)) else OURS
+    if plan.types.plain and rule().host and host.blas and _apart(a) and _apart(b):
+        return BLAS
+    return OURS if a.strides[1] == 1 else COLUMNS
 
 
 def _apart(matrix: View) -> bool:

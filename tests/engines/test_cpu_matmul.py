@@ -18,6 +18,7 @@ from anycell.engines.cpu import driver, gemm, isa
 from anycell.engines.cpu.ir import X86
 from anycell.layer import products
 from anycell.layer.framework import extent
+from anycell.layer.recipe import View
 from anycell.numpy import Dense
 from anycell.numpy.check import numpy_dtype
 from anycell.numpy.framework import Numpy
@@ -388,6 +389,7 @@ def test_the_rule(maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> N
     monkeypatch.setattr(isa, "amd", lambda: maker)
     whole, host = plan(cells.LSTM, 8), Numpy("float32")
     narrow = plan(cells.LSTM, 8, "bfloat16", "cpu")
+    rows, columns = (View(0, (4, 4), strides, 4) for strides in ((4, 1), (1, 4)))
     assert products.rule().host == (X86 and not (isa.current().fma and maker))
     for said, one in (("ours", False), ("host", True)):
         monkeypatch.setenv(products.ENV, said)
@@ -395,9 +397,10 @@ def test_the_rule(maker: bool, monkeypatch: pytest.MonkeyPatch, anew: None) -> N
         assert products.rule().host == one and products.ENV in products.rule().why
         for there in (0, 1):
             monkeypatch.setattr(Numpy, "blas", there)
-            kind = products.kind_of(host, whole)
-            assert (kind == driver.BLAS) == (one and bool(there))
-            assert products.kind_of(host, narrow) == driver.OURS
+            other = one and bool(there)
+            for a, ours in ((rows, driver.OURS), (columns, driver.COLUMNS)):
+                assert products.kind_of(host, whole, a, rows) == (driver.BLAS if other else ours)
+                assert products.kind_of(host, narrow, a, rows) == ours
     monkeypatch.setenv(products.ENV, "mine")
     products.rule.cache_clear()
     with pytest.raises(ValueError, match="ANYCELL_MATMUL='mine': expected ours or host"):

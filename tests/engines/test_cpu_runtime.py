@@ -169,7 +169,8 @@ def test_products_of_integers_without_packing(name: str) -> None:
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="pic"
     )
-    code = machine.emit_assembly(jit.optimised(driver.text(target, DTYPES["int8"]), machine))
+    text = str(driver.module(target, DTYPES["int8"], "few"))
+    code = machine.emit_assembly(jit.optimised(text, machine))
     by_name = {"avx2": "vpmaddubsw", "avx512": "vpmaddubsw", "neondot": "sdot", "neonbf16": "usdot"}
     wanted = by_name.get(name, "vpdpbusd" if target.dot else "pmaddwd")
     for function in ("one_row", "few_rows"):
@@ -830,7 +831,8 @@ def test_names_and_texts_are_the_same_in_every_process(cache: Path) -> None:
         print(len(jit.kept()))
         """
     first, other = (python(code, PYTHONHASHSEED=seed).split() for seed in "01")
-    assert len({*first[:-1]}) == 6 and first[-1] == "4"
+    entries = 10 if image.SUPPORTED else 4  # each kernel has three parts, which both dtypes have
+    assert len({*first[:-1]}) == 6 and int(first[-1]) == entries
     assert other == first
 
 
@@ -910,7 +912,73 @@ def test_without_sources_kernels_go_by_their_text(
     text, symbols, target, recipe = kernel.request(layout)
     assert recipe is None
     assert not jit.compile(text, symbols, target, recipe).cached
-    assert jit.compile(text(), symbols, target).cached
+    assert jit.compile(str(text()), symbols, target).cached
+
+
+@pytest.mark.skipif(not image.SUPPORTED, reason="LLVM loads all code here")
+def test_what_kernels_share_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels of other cells, in the other direction, and by products; in any process."""
+    target, texts, make = isa.current(), list[str](), jit.object_code
+    monkeypatch.setattr(
+        jit, "object_code", lambda text, *rest: (texts.append(text), make(text, *rest))[1]
+    )
+
+    def functions(request: jit.Request) -> list[str]:
+        texts.clear()
+        jit.compile(*request)
+        return re.findall(r"^define .*@(\w+)", "\n".join(texts), re.MULTILINE)
+
+    lstm, peephole = (plan(cell, 12) for cell in (cells.LSTM, cells.PeepholeLSTM))
+    first = functions(kernel.request(Layout(lstm, False, target)))
+    blocks = {name for name in first if name.startswith("block0")}
+    assert blocks and {"sequence", "door", "pack_block", "gang"} <= {*first}
+    other = functions(kernel.request(Layout(peephole, False, target)))
+    assert "sequence" in other and not {"pack_block", "gang", *blocks} & {*other}
+    backward = functions(kernel.request(Layout(lstm, True, target)))
+    assert "sequence" in backward and not {"pack_block", "gang"} & {*backward}
+    matmul = functions(driver.request(lstm.types, target, "gemm"))
+    assert "panel" in matmul and "pack_block" not in matmul
+    assert not functions(kernel.request(Layout(lstm, False, target)))
+    monkeypatch.setenv("ANYCELL_CACHE", "0")  # then nothing is shared, and one text is faster
+    assert functions(kernel.request(Layout(lstm, False, target))) and len(texts) == 1
+
+
+def test_parts_and_the_whole_have_the_same_functions() -> None:
+    module = print_kernel(Layout(plan(cells.LSTM, 12), False, isa.current()))
+    own, parts = module.parts()
+    defined = re.compile(r"^define .*@(\w+)", re.MULTILINE)
+    of_parts = [name for text in (own, *parts) for name in defined.findall(text)]
+    assert len(parts) == 3 and sorted(of_parts) == sorted(defined.findall(str(module)))
+
+
+def test_without_our_linker(tmp_path: Path) -> None:
+    """LLVM loads the parts if they cannot be linked; on other systems it compiles all at once."""
+    code = """
+        import sys
+        import numpy as np
+        import anycell.numpy
+        from anycell.engines.cpu import image, jit, kernel
+        from anycell.engines.cpu.layout import Layout
+
+        if sys.argv[1] != "linked":
+            image.load = lambda *_: None
+        if sys.argv[1] == "whole":
+            image.SUPPORTED = False
+        layer = anycell.numpy.LSTM(3, 12, seed=1)
+        x = np.random.default_rng(0).standard_normal((5, 7, 3), "float32")
+        print(layer(x)[0].tobytes().hex())
+        (one,) = kernel._kernels.values()
+        code = jit.stored(*kernel.request(Layout(one.plan, False, one.library.target)))
+        print(len(list(image.objects(code))), jit.code_size(code) > 4000)
+        """
+    found = {
+        way: python(code, way, ANYCELL_CACHE_DIR=str(tmp_path / way)).split()
+        for way in ("linked", "loaded", "whole")
+    }
+    assert len({bits for bits, *_ in found.values()}) == 1
+    files = "4" if image.SUPPORTED else "1"
+    assert [count for _, count, _ in found.values()] == [files, files, "1"]
+    assert all(large == "True" for *_, large in found.values())
 
 
 def test_a_second_process_prints_nothing(cache: Path) -> None:

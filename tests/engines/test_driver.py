@@ -23,6 +23,11 @@ from anycell.plan.dtype import dtypes
 
 Array = npt.NDArray[Any]
 CALL = "begin count pack origin span".split()  # a door's table, of these entries alone
+MATMULS = {
+    "gemm": {driver.OURS},
+    "columns": {driver.COLUMNS},
+    "few": {driver.FEW, driver.UNSCALED},
+}
 _DOOR = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -54,6 +59,10 @@ class Pass:
             "before": len(self.before), "after": len(self.after), **self.values,
             "gang": cpu.pool.gang(threads),
         }  # fmt: skip
+        kinds = {row.get("kind", driver.OURS) for row in (*self.before, *self.after)}
+        for name, of_name in MATMULS.items():
+            if kinds & of_name:
+                values[name] = driver.matmul(name, self.dtype, isa.current()).address
         table = [values.get(name, 0) for name in driver.PASS]
         for move in self.moves:
             table += move
@@ -114,10 +123,10 @@ SIZES = [
     (5, 0, 3),
     (0, 4, 4),
 ]
-KINDS = {"ours": driver.OURS, "blas": driver.BLAS, "few": driver.FEW}
+KINDS = {"blas": driver.BLAS, "few": driver.FEW}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ours", *KINDS])
 @pytest.mark.parametrize("dtype", dtypes("cpu"))
 def test_products(dtype: str, kind: str, rng: np.random.Generator) -> None:
     """Of any layout and sizes, over the rows of chunks, or summed up over chunks."""
@@ -136,9 +145,10 @@ def test_products(dtype: str, kind: str, rng: np.random.Generator) -> None:
         exact = a.astype("float64") @ b.astype("float64") + added * c
         a, b = turned(a, end) if a_turned else a, turned(b, end) if b_turned else b
         one = Pass(dtype, threads=threads, blas=address)
+        ours = driver.COLUMNS if a_turned else driver.OURS
         one.before.append({
             "rows": rows, "columns": columns, "inner": inner, "add": added, "along": 1,
-            "kind": KINDS[kind], **matrix("a", a), **matrix("b", b), **matrix("c", c),
+            "kind": KINDS.get(kind, ours), **matrix("a", a), **matrix("b", b), **matrix("c", c),
         })  # fmt: skip
         one.run()
         assert_close(c, exact, wide, "forward", f"{rows, columns, inner, n}", ())
@@ -165,7 +175,7 @@ def test_products_along_time(
     one.after.append({
         "rows": width, "columns": 4, "inner": CHUNK, "along": 2, "sums": 1, "reverse": reverse,
         **matrix("a", rows.T, between), **matrix("b", out.reshape(-1, 4), batch * 4 * 8),
-        **matrix("c", total),
+        "kind": driver.COLUMNS, **matrix("c", total),
     })  # fmt: skip
     one.after.append({
         "rows": CHUNK, "columns": width, "along": 0, "sums": 1, "reverse": reverse,

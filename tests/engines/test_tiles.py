@@ -219,7 +219,7 @@ def test_instructions(dtype: str) -> None:
     dot = {"int8": "tdpbusd", "bfloat16": "tdpbf16ps"}[dtype]
     chosen = plan(cells.LSTM, 64, dtype, "cpu")
     texts = [
-        driver.text(target, DTYPES[dtype]),
+        str(driver.module(target, DTYPES[dtype], "gemm")),
         str(print_kernel(Layout(chosen, False, target))),
     ]
     if dtype == "bfloat16":
@@ -241,8 +241,9 @@ def test_pairs_are_multiplied_in_one_instruction(dtype: str) -> None:
     target, types = isa.TARGETS["avx512bf16"], DTYPES[dtype]
     chosen = replace(plan(cells.LSTM, 64, types.storage.name, "cpu"), dtype=dtype)
     layouts = (Layout(chosen, backward, target) for backward in (False, True))
-    for text in (driver.text(target, types), *(str(print_kernel(layout)) for layout in layouts)):
-        code = jit.Library(text, target, {}, False, "").assembly()
+    matmuls = (driver.module(target, types, name) for name in ("gemm", "columns"))
+    for module in (*matmuls, *map(print_kernel, layouts)):
+        code = jit.Library(str(module), target, {}, False, "").assembly()
         assert ("vdpbf16ps" in code) is (types.operands.name == "bfloat16")
 
 

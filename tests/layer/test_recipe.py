@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from problems import Adding
+from problems import Adding, forget_passes
 from processes import at_once
 from tolerances import assert_close
 from variants import variants
 
+import anycell.numpy
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
+from anycell.engines.cpu import driver
 from anycell.layer import contract, recipe
 from anycell.numpy.framework import Numpy
 from anycell.plan import plan
@@ -303,3 +305,26 @@ def test_bits_do_not_depend_on_threads(
         for other in found[1:]:
             for name, value in found[0].items():
                 assert value.tobytes() == other[name].tobytes(), (rows, name)
+
+
+def test_a_pass_compiles_the_matmuls_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, compiled = set[str](), driver.matmul
+
+    def matmul(name: str, *rest: Any) -> driver.Matmul:
+        names.add(name)
+        return compiled(name, *rest)
+
+    monkeypatch.setattr(driver, "matmul", matmul)
+    forget_passes()
+    for inputs, hidden, shape, wanted in (
+        (8, 200, (300, 16), set()),  # the kernel multiplies the input
+        (300, 160, (1, 1), {"few"}),
+        (300, 12, (5, 7), {"gemm"}),
+    ):
+        names.clear()
+        layer = anycell.numpy.LSTM(inputs, hidden, seed=0)
+        layer(np.zeros((*shape, inputs), "float32"))
+        assert names == wanted
+    output, _ = layer(np.ones((5, 7, 300), "float32"), training=True)
+    layer.backward(output)
+    assert names == {"gemm", "columns"}

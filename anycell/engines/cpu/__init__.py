@@ -108,17 +108,18 @@ def multiply(
         bounds: of the three arrays, for ``check``.
         scales: address of the scales of B's columns, dense, if B has integers.
     """
-    functions, gang = driver.compiled(dtype, isa.current()), pool.gang(threads)
+    matmul = driver.matmul("gemm" if a[2] == 1 else "columns", dtype, isa.current())
+    gang = pool.gang(threads)
     entries = array("q", [*sizes, *a, *b, *c, add, min(threads, pool.MOST), gang, scales, 0, 0])
     if check.ON:
         types = DTYPES[dtype]
         sizes_ = types.storage.bytes, types.weights.bytes, types.accumulate.bytes
         check.check_product(sizes_, entries, bounds)
     address = entries.buffer_info()[0]
-    functions.needs(address)
+    matmul.needs(address)
     block = scratch.take(entries[-1])
     entries[-2] = block.address
-    functions.gemm(address)
+    matmul.run(address)
     scratch.give_back(block)
 
 

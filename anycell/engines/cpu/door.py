@@ -100,9 +100,10 @@ class Door:
     def print(self) -> None:
         """Adds ``needs``, ``door`` and the functions that they call."""
         # The first state may have a narrower type than everything else that is copied.
-        for number in dict.fromkeys((self.layout.real, self.plan.types.storage.llvm)):
-            self._print_copy(number)
-        print_gang(self.module)
+        with self.module.part("common"):
+            for number in dict.fromkeys((self.layout.real, self.plan.types.storage.llvm)):
+                self._print_copy(number)
+            print_gang(self.module)
         self._print_packing()
         self._print_needs()
         self._print_layout()

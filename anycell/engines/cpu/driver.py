@@ -16,6 +16,13 @@ their addresses. So a call has a template of the tables, and the addresses to fi
     void run(int64_t *pass)           runs a pass whose table has its addresses
     void room(int64_t *pass)          writes scratch_bytes
 
+Our matmuls are modules of their own, for passes that have such products, as most in inference with
+few inputs have not: they take nine tenths of the time to compile.
+
+    void gemm(int64_t *call)                                       see ``gemm``
+    void columns(int64_t *call)                                    see ``gemm``
+    void few(int64_t *call, int64_t part, int64_t parts)           a part of it, for few rows
+
 ``next`` chains passes: a stack of layers is a single call.
 
 A product reads and writes arrays along time. In a chunk, an operand begins at its address plus
@@ -32,11 +39,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from anycell.engines.cpu import gemm, jit
+from anycell.engines.cpu.door import print_gang
 from anycell.engines.cpu.gemm import Gemm
 from anycell.engines.cpu.geometry import ROW_HEADER
 from anycell.engines.cpu.idioms import dot, widen
-from anycell.engines.cpu.ir import Builder, Target, Value, element_bits, integer_of, vector
-from anycell.engines.cpu.matmul import masked_numbers, whole_chunks
+from anycell.engines.cpu.ir import Builder, Module, Target, Value, element_bits, integer_of, vector
+from anycell.engines.cpu.matmul import masked_numbers, print_quantizing, whole_chunks
 from anycell.engines.cpu.sources import fingerprint
 from anycell.engines.cpu.table import Entries, align
 from anycell.plan import DTYPES, LINE, Dtype
@@ -44,10 +52,12 @@ from anycell.plan import DTYPES, LINE, Dtype
 # ``call`` is the door's table; ``begin`` to ``span`` are places in that table. ``first`` and
 # ``last`` bound the steps to run, in the order of the forward pass. ``again`` is the pass that
 # computes the states of a segment again, or 0. ``next`` is the pass to run after this pass, or 0.
-# ``blas`` is the address of a Fortran sgemm or dgemm.
+# ``gemm``, ``columns`` and ``few`` are the addresses of our matmuls, or 0 where no product needs
+# them; ``blas`` is the address of a Fortran sgemm or dgemm.
 PASS = (
     "door call begin count pack origin span backward steps batch first last chunk segment again "
-    "next moves before after gang threads least_work blas scratch scratch_bytes"
+    "next moves before after gang threads least_work gemm columns few blas scratch "
+    "scratch_bytes"
 ).split()
 # A call: the head of its recipe, memory for the tables, and then its addresses, of which the last
 # are no arrays: its memory, the tables in it, the gang of threads, and three numbers for random
@@ -73,12 +83,13 @@ PRODUCT = [
     *gemm.OPERANDS, "scales", "kind", "along", "reverse", "sums", "once",
     *(f"{operand}_{axis}" for operand in "abc" for axis in ("time", "window")),
 ]  # fmt: skip
-# The kinds of products: our matmul; the matmul of ``blas``; our matmul without packing, for few
-# rows; the sum of the rows of ``a``; a dense copy of the rows of ``a``, which may have any
-# stride between steps, with zeros in place of rows whose flag in ``b`` is 0, or, if ``scales`` has
-# rows, ``b_columns`` apart, with these in place of rows whose flag is not 0; and FEW for a ``b`` of
-# integers without the scales of the rows of ``a``, which are written after the rows of ``c``.
-KINDS = OURS, BLAS, FEW, SUM, GATHER, UNSCALED = range(6)
+# The kinds of products: our matmul; the same for an ``a`` with dense columns; the matmul of
+# ``blas``; our matmul without packing, for few rows; the sum of the rows of ``a``; a dense copy of
+# the rows of ``a``, which may have any stride between steps, with zeros in place of rows whose flag
+# in ``b`` is 0, or, if ``scales`` has rows, ``b_columns`` apart, with these in place of rows whose
+# flag is not 0; and FEW for a ``b`` of integers without the scales of the rows of ``a``, which are
+# written after the rows of ``c``.
+KINDS = OURS, COLUMNS, BLAS, FEW, SUM, GATHER, UNSCALED = range(7)
 DONE = len(KINDS)  # in place of a kind
 
 # The table of a product: the matmul's; whether the kind is UNSCALED; and whether to take columns
@@ -90,7 +101,7 @@ SUMMED = 64  # rows that are added up before their sum is added to a total: this
 
 
 class Driver:
-    """Adds the driver to the module of a matmul."""
+    """Adds the driver, or the matmul for few rows, to the module of a matmul."""
 
     def __init__(self, matmul: Gemm) -> None:
         self.matmul, self.module = matmul, matmul.module
@@ -100,10 +111,12 @@ class Driver:
 
     def print(self) -> None:
         """Adds ``execute``, ``run``, ``room`` and the functions that they call."""
+        print_gang(self.module)
+        if self.matmul.quantized:
+            print_quantizing(self.module)
+        self.matmul.print_needs()
         self._sum()
         self._gather()
-        self._few("one_row", single=True)
-        self._few("few_rows", single=False)
         if self.blas:
             self._blas()
         self._product()
@@ -112,6 +125,16 @@ class Driver:
         self._execute()
         self._execute_objects()
         self._room()
+
+    def print_few(self) -> None:
+        """Adds ``few`` and the functions that it calls."""
+        self._few("one_row", single=True)
+        self._few("few_rows", single=False)
+        b = self.module.function("few", "ptr call, i64 part, i64 parts")
+        with b.when(Entries(b, b.args[0], _PRODUCT)["rows"].eq(1)) as otherwise:
+            b.call("one_row", *b.args)
+        with otherwise:
+            b.call("few_rows", *b.args)
 
     # ---- the loops -------------------------------------------------------------------------------
     def _execute(self) -> None:
@@ -220,8 +243,9 @@ class Driver:
         call["gang"], call["turned"] = table["gang"], done & 1
         call["scratch"] = table["scratch"] + _TABLE
         kind, gang = row["kind"], table.pointer("gang")
-        with b.when(kind.eq(OURS)):
-            b.call("gemm", scratch)
+        for ours, name in ((OURS, "gemm"), (COLUMNS, "columns")):
+            with b.when(kind.eq(ours)):
+                b.call(table.pointer(name), scratch, returns="void")
         with b.when(kind.eq(SUM)):
             b.call("gang", gang, Value("@sum_rows", "ptr"), scratch, threads)
         with b.when(kind.eq(GATHER)):
@@ -231,8 +255,7 @@ class Driver:
         with b.when(kind.eq(FEW) | kind.eq(UNSCALED)):
             if self.matmul.quantized:
                 self._round_rows(b, call, kind.eq(UNSCALED))
-            one, several = (Value(f"@{name}", "ptr") for name in ("one_row", "few_rows"))
-            b.call("gang", gang, b.select(rows.eq(1), one, several), scratch, threads)
+            b.call("gang", gang, table.pointer("few"), scratch, threads)
         if self.blas:
             with b.when(kind.eq(BLAS)):
                 b.call("blas", table.pointer("blas"), scratch)
@@ -560,7 +583,7 @@ class Driver:
         chunk = table["chunk"] * table["batch"]
         with b.loop(0, table["before"] + table["after"]) as i:
             row = _product(table, i)
-            with b.when(row["kind"].eq(OURS)):
+            with b.when(row["kind"].eq(OURS) | row["kind"].eq(COLUMNS)):
                 call["columns"], call["threads"] = row["columns"], table["threads"]
                 call["inner"] = b.select(row["along"].eq(2), chunk, row["inner"])
                 b.call("needs", space)
@@ -623,30 +646,46 @@ class Functions(NamedTuple):
     """The compiled functions of one dtype and instruction set; each takes a table's address."""
 
     needs: Callable[[int], None]
-    gemm: Callable[[int], None]
     room: Callable[[int], None]
     run: Callable[[int], None]
     execute: Callable[[bytes], None]
     execute_objects: Callable[[bytes], None]
 
 
+class Matmul(NamedTuple):
+    """One of our matmuls, compiled: "gemm", "columns" or "few". ``needs`` is the driver's."""
+
+    library: jit.Library
+    address: int
+    run: Callable[[int], None]
+    needs: Callable[[int], None]
+
+
 @functools.lru_cache(maxsize=32)
 def compiled(dtype: str, target: Target) -> Functions:
-    """Returns the matmul and driver functions; compiled once per process, kept on disk."""
+    """Returns the driver's functions; compiled once per process, kept on disk."""
     library = jit.compile(*request(DTYPES[dtype], target))
     return Functions(*map(library.function, Functions._fields))
 
 
-def request(types: Dtype, target: Target) -> jit.Request:
-    """The request to ``jit``."""
+@functools.lru_cache(maxsize=64)
+def matmul(name: str, dtype: str, target: Target) -> Matmul:
+    """Returns the matmul of this name; compiled once per process, kept on disk."""
+    library = jit.compile(*request(DTYPES[dtype], target, name))
+    needs = compiled(dtype, target).needs
+    return Matmul(library, library.address(name), library.function(name), needs)
+
+
+def request(types: Dtype, target: Target, matmul: str = "") -> jit.Request:
+    """The request to ``jit`` for a module, see ``module``."""
     sources = fingerprint()
-    recipe = f"{sources}\n{target}\ndriver {types}" if sources else None
-    return lambda: text(target, types), Functions._fields, target, recipe
+    recipe = f"{sources}\n{target}\ndriver {types} {matmul}" if sources else None
+    symbols = (matmul,) if matmul else Functions._fields
+    return lambda: module(target, types, matmul), symbols, target, recipe
 
 
-def text(target: Target, types: Dtype) -> str:
-    """The module, as LLVM text."""
-    matmul = Gemm(target, types)
-    matmul.print()
-    Driver(matmul).print()
-    return str(matmul.module)
+def module(target: Target, types: Dtype, matmul: str = "") -> Module:
+    """The module of the driver or, by its name, of one of our matmuls."""
+    ours = Gemm(target, types, matmul == "columns")
+    {"": Driver(ours).print, "few": Driver(ours).print_few}.get(matmul, ours.print)()
+    return ours.module

@@ -1,10 +1,11 @@
 """The matmuls that are parallel in time: ``C = A @ B`` and ``C += A @ B``, large and of any sizes.
 
-There is one function per instruction set and dtype, in one module with the ``driver``, which calls
-it. A call is a table of 64-bit numbers, like a call of a door.
+There are two functions per instruction set and dtype, in modules of their own. The ``driver`` calls
+them. A call is a table of 64-bit numbers, like a call of a door.
 
     void needs(int64_t *call)    writes scratch_bytes
     void gemm(int64_t *call)     multiplies
+    void columns(int64_t *call)    the same for an A whose columns are dense, and whose rows are not
 
 B is packed one *span* of its rows and columns at a time: panels of a few vectors of columns, cut
 into blocks of ``INNER`` rows. Then C is cut into pieces of rows and, if these pieces are too few,
@@ -115,10 +116,11 @@ class Gemm:
         target: the instruction set.
         types: the dtype: A has its storage type, B its type of weights, and C the type in which it
             adds up products.
+        columns: whether to print ``columns``, not ``gemm``.
     """
 
-    def __init__(self, target: Target, types: Dtype) -> None:
-        self.real = real = types.accumulate.llvm
+    def __init__(self, target: Target, types: Dtype, columns: bool = False) -> None:
+        self.columns, self.real = columns, (real := types.accumulate.llvm)
         self.operands = types.operands
         self.module = Module(target, real)
         self.size, self.lanes = element_bits(real) // 8, target.lanes(real)
@@ -150,8 +152,8 @@ class Gemm:
         blocks = -(-ROWS // self.rows) * self.copied_block
         self.copied = align(max((ROWS + self.lanes) * self.row, blocks) * self.size)
         self.staged = geometry.rounded and not self.quantized
-        # The kinds of register blocks: True if the rows of A are dense, False if its columns are.
-        self.kinds = [True] if self.quantized or self.staged else [True, False]
+        # Whether register blocks have dense rows of A; otherwise its columns are dense.
+        self.dense = not columns or self.staged
         if self.staged:
             self.copied *= 2
         self.panel = self.packed_rows * self.width * self.size  # bytes of a block of a panel
@@ -160,41 +162,38 @@ class Gemm:
     def print(self) -> None:
         """Adds the functions to the module."""
         print_gang(self.module)
-        print_pack_block(self.module, self.geometry, self.right.llvm, self.operands.llvm)
+        with self.module.part("packing"):
+            print_pack_block(self.module, self.geometry, self.right.llvm, self.operands.llvm)
         if self.quantized:
             print_quantizing(self.module)
-        else:
+        elif not self.columns:
             print_staging(self.module, self.left.llvm, self.geometry, self.operands.llvm)
-        if self.staged:  # rows of an A with dense columns are transposed, then staged
+        elif self.staged:  # rows are transposed, then staged
             plain = Geometry(0, 0, 0, self.lanes, self.module.target.registers)
             print_pack_block(self.module, plain, self.left.llvm, self.real, name="widen_block")
-            if self.left.llvm != self.real:
-                print_staging(self.module, self.real, self.geometry, self.operands.llvm)
-        elif not self.quantized:
+            print_staging(self.module, self.real, self.geometry, self.operands.llvm)
+        else:
             self._interleave()
         for vectors in range(1, self.vectors + 1):
             if self.tiled:
                 self._tiles(vectors)
                 continue
-            for rows, dense in itertools.product(range(1, self.rows + 1), self.kinds):
-                self._register_block(rows, vectors, dense)
-        self._copy_partial("fetch")
-        self._copy_partial("put")
+            for rows in range(1, self.rows + 1):
+                self._register_block(rows, vectors)
+        with self.module.part("common"):
+            self._copy_partial("fetch")
+            self._copy_partial("put")
+            self._pack()
         self._panel()
-        self._pack()
         self._multiply()
-        self._needs()
         self._gemm()
 
     # ---- register blocks -------------------------------------------------------------------------
-    def _register_block(self, rows: int, vectors: int, dense: bool) -> None:
-        """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors].
-
-        Args:
-            dense: whether the rows of ``a`` are dense; otherwise its columns are.
-        """
+    def _register_block(self, rows: int, vectors: int) -> None:
+        """c[rows, vectors] (+)= a[rows, :count] @ panel[:count, vectors]."""
+        dense = self.dense
         b = self.module.private(
-            self._name(rows, vectors, dense),
+            f"block{vectors}_x{rows}",
             "ptr noalias panel, ptr noalias a, i64 a_apart, ptr noalias c, i64 c_rows, "
             "i64 count, i64 add, ptr ahead, i64 apart",
         )
@@ -222,9 +221,6 @@ class Gemm:
         if self.quantized:
             add_scaled(b, sums, totals, operand, scales)
         _write(b, add.ne(0), results, itertools.chain(*sums))
-
-    def _name(self, rows: int, vectors: int, dense: bool) -> str:
-        return f"block{vectors}_x{rows}_{'rows' if dense else 'columns'}"
 
     def _tiles(self, vectors: int) -> None:
         """Prints the register block of 16 rows (of integers up to 16) by matrix tiles."""
@@ -291,12 +287,11 @@ class Gemm:
                 if self.tiled:
                     b.call(f"tiles{vectors}", panel, at, a_rows, to, to_row, left, count, add)
                     return
-                dense = a_inner.eq(1)
-                operands = to, to_row, count, add, ahead, step
-                for n, kind in itertools.product(range(1, self.rows + 1), self.kinds):
-                    with b.when(left.eq(n) & (dense if kind else ~dense)):
-                        apart = a_rows if kind else a_inner
-                        b.call(self._name(n, vectors, kind), panel, at, apart, *operands)
+                apart = a_rows if self.dense else a_inner
+                operands = panel, at, apart, to, to_row, count, add, ahead, step
+                for n in range(1, self.rows + 1):
+                    with b.when(left.eq(n)):
+                        b.call(f"block{vectors}_x{n}", *operands)
 
             # A register block writes whole vectors; matrix tiles of reals also write 16 rows.
             whole = columns.eq(self.width)
@@ -456,29 +451,28 @@ class Gemm:
                 variable.value = value
 
         always = constant(1, "i1")
-        with b.when(a_inner.eq(1)) as otherwise:
+        if not self.columns:
             conflict = CONFLICT // 2 if self.panel < L1_WEIGHTS else CONFLICT
             conflicts = (a_rows * self.left.bytes % conflict).eq(0)
             with b.when(always if self.narrow else conflicts):
                 stage(source, a_rows, number)
                 lies(*copied)
-        with otherwise:
-            if self.staged:
-                transposed = b.gep(space, self.copied // 2, "i8")
-                # Lanes are numbers of the sum, so the numbers of a row become contiguous.
-                with b.loop(0, count, self.lanes) as n:
-                    start, to = b.gep(source, n * a_inner, number), b.gep(transposed, n)
-                    strides = a_inner, a_rows
-                    b.call("widen_block", start, *strides, count - n, height, to, row)
-                stage(transposed, row, self.real)
-                lies(*copied)
-            else:
-                rows = b.value(self.rows)
-                lies(source, rows, one, a_inner)
-                far = constant(int(self.panel < L1_WEIGHTS), "i1") & (a_inner * self.size >= NEAR)
-                with b.when(always if self.narrow else far):
-                    b.call("interleave", source, a_inner, space, height, count, rest)
-                    lies(space, b.value(self.copied_block), one, rows)
+        elif self.staged:
+            transposed = b.gep(space, self.copied // 2, "i8")
+            # Lanes are numbers of the sum, so the numbers of a row become contiguous.
+            with b.loop(0, count, self.lanes) as n:
+                start, to = b.gep(source, n * a_inner, number), b.gep(transposed, n)
+                strides = a_inner, a_rows
+                b.call("widen_block", start, *strides, count - n, height, to, row)
+            stage(transposed, row, self.real)
+            lies(*copied)
+        else:
+            rows = b.value(self.rows)
+            lies(source, rows, one, a_inner)
+            far = constant(int(self.panel < L1_WEIGHTS), "i1") & (a_inner * self.size >= NEAR)
+            with b.when(always if self.narrow else far):
+                b.call("interleave", source, a_inner, space, height, count, rest)
+                lies(space, b.value(self.copied_block), one, rows)
         return tuple(variable.value for variable in left)
 
     def _interleave(self) -> None:
@@ -507,7 +501,8 @@ class Gemm:
                     b.store(numbers.value, b.gep(into, block * self.copied_block + n))
 
     # ---- the call --------------------------------------------------------------------------------
-    def _needs(self) -> None:
+    def print_needs(self) -> None:
+        """Adds ``needs``, which the driver has."""
         b = self.module.function("needs", "ptr call")
         call = Entries(b, b.args[0], ENTRIES)
         columns, inner = b.smin(call["columns"], SPAN_COLUMNS), b.smin(call["inner"], SPAN_INNER)
@@ -516,7 +511,7 @@ class Gemm:
         call["scratch_bytes"] = panels * blocks * self.panel + threads + HEADER
 
     def _gemm(self) -> None:
-        b = self.module.function("gemm", "ptr call")
+        b = self.module.function("columns" if self.columns else "gemm", "ptr call")
         call = Entries(b, b.args[0], ENTRIES)
         scratch, gang, threads = call.pointer("scratch"), call.pointer("gang"), call["threads"]
         span, counter = Entries(b, scratch, SPAN), b.gep(scratch, COUNTER, "i8")

@@ -2,7 +2,8 @@
 else that a process does to get a kernel that is on disk.
 
 Kernels refer to nothing outside themselves, so linking only puts the sections side by side in one
-block and fills in the distances between them. Memory that code writes to, which only XLA's handler
+block and fills in the distances between them. A kernel may be several object files, one after the
+other. Memory that code writes to, which only XLA's handler
 has, lies behind all else, on pages of its own. LLVM's own loader handles object files that need
 more, and all systems other than Linux on x86-64.
 """
@@ -14,7 +15,7 @@ import mmap
 import platform
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -50,29 +51,53 @@ class Image(NamedTuple):
     fixed: int
 
 
-def link(code: bytes) -> Image | None:
-    """Links an object file, and finds its symbols.
+def objects(code: bytes) -> Iterator[bytes]:
+    """Yields the object files of a kernel: LLVM writes the table of sections last."""
+    while code:
+        end = len(code)
+        if code.startswith(b"\x7fELF\2\1"):
+            size, count = struct.unpack_from("<HH", code, 58)
+            end = struct.unpack_from("<Q", code, 40)[0] + size * count
+        yield code[:end]
+        code = code[end:]
 
-    Returns None if the file needs more than distances within itself: other relocations, or symbols
+
+class _Object:
+    """An object file: its sections and symbols; the places of its sections in the image."""
+
+    def __init__(self, code: bytes) -> None:
+        self.code, self.places = code, dict[int, int]()
+        (table,) = struct.unpack_from("<Q", code, 40)
+        size, count = struct.unpack_from("<HH", code, 58)
+        self.sections = [
+            _Section(*struct.unpack_from("<IIQQQQIIQQ", code, table + i * size))
+            for i in range(count)
+        ]
+        (listed,) = (section for section in self.sections if section.type == _SYMTAB)
+        names = self.contents(self.sections[listed.link])
+        self.symbols = [
+            (names[name : names.index(b"\0", name)].decode(), where, value)
+            for name, _, _, where, value, _ in struct.iter_unpack("<IBBHQQ", self.contents(listed))
+        ]
+
+    def contents(self, section: _Section) -> bytes:
+        if section.type == _NOBITS:
+            return bytes(section.size)
+        return self.code[section.offset : section.offset + section.size]
+
+
+def link(code: bytes) -> Image | None:
+    """Links the object files of a kernel, and finds their symbols.
+
+    Returns None if they need more than distances within the kernel: other relocations, or symbols
     from elsewhere.
     """
     kind, machine = struct.unpack_from("<HH", code, 16)
     if code[:6] != b"\x7fELF\2\1" or (kind, machine) != (_RELOCATABLE, _X86_64):
         return None
-    (table,) = struct.unpack_from("<Q", code, 40)
-    size, count = struct.unpack_from("<HH", code, 58)
-    sections = [
-        _Section(*struct.unpack_from("<IIQQQQIIQQ", code, table + i * size)) for i in range(count)
-    ]
-
-    def contents(section: _Section) -> bytes:
-        if section.type == _NOBITS:
-            return bytes(section.size)
-        return code[section.offset : section.offset + section.size]
-
-    image, places, fixed = bytearray(), {}, 0
+    files, image, fixed = list(map(_Object, objects(code))), bytearray(), 0
     for written in (0, _WRITE):
-        for number, section in enumerate(sections):
+        for file, (number, section) in ((f, s) for f in files for s in enumerate(f.sections)):
             if not section.flags & _ALLOC or section.flags & _WRITE != written or not section.size:
                 continue
             if section.type == _UNWIND:  # no exception crosses a kernel
@@ -80,28 +105,28 @@ def link(code: bytes) -> Image | None:
             if section.type not in (_PROGBITS, _NOBITS):
                 return None
             image += bytes(-len(image) % (section.align or 1))
-            places[number] = len(image)
-            image += contents(section)
+            file.places[number] = len(image)
+            image += file.contents(section)
         if not written:
             image += bytes(-len(image) % mmap.PAGESIZE)
             fixed = len(image)
-    (listed,) = (section for section in sections if section.type == _SYMTAB)
-    symbols = list(struct.iter_unpack("<IBBHQQ", contents(listed)))
-    for section in sections:
-        if section.type != _RELA or section.info not in places:
-            continue
-        for offset, info, addend in struct.iter_unpack("<QQq", contents(section)):
-            _, _, _, where, value, _ = symbols[info >> 32]
-            if info & 0xFFFFFFFF not in _DISTANCES or where not in places:
-                return None
-            at = places[section.info] + offset
-            struct.pack_into("<i", image, at, places[where] + value + addend - at)
-    names = contents(sections[listed.link])
     named = {
-        names[name : names.index(b"\0", name)].decode(): places[where] + value
-        for name, _, _, where, value, _ in symbols
-        if name and where in places
+        name: file.places[where] + value
+        for file in files
+        for name, where, value in file.symbols
+        if name and where in file.places
     }
+    for file in files:
+        for section in file.sections:
+            if section.type != _RELA or section.info not in file.places:
+                continue
+            for offset, info, addend in struct.iter_unpack("<QQq", file.contents(section)):
+                name, where, value = file.symbols[info >> 32]
+                target = file.places[where] + value if where in file.places else named.get(name)
+                if info & 0xFFFFFFFF not in _DISTANCES or target is None:
+                    return None
+                at = file.places[section.info] + offset
+                struct.pack_into("<i", image, at, target + addend - at)
     return Image(bytes(image), named, fixed)
 
 
@@ -117,7 +142,7 @@ def _libc() -> Any:
 
 
 def load(code: bytes, symbols: Sequence[str]) -> dict[str, int] | None:
-    """Loads an object file; returns the addresses of its functions, or None if LLVM must load it.
+    """Loads a kernel; returns the addresses of its functions, or None if LLVM must load it.
 
     The memory is never freed: a thread may still run its code, even while the interpreter exits.
     """

@@ -28,6 +28,7 @@ One file, because the builder is one class with a short method per instruction.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import platform
@@ -35,7 +36,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 X86 = platform.machine().lower() in {"x86_64", "amd64"}
@@ -80,7 +81,7 @@ def _comparison(integer: str, real: str) -> Callable[[Value, Operand], Value]:
     return lambda x, y: x._builder(y).compare(x._opcode(integer, real), x, y)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True, slots=True)
 class Value:
     """An SSA value or a constant: its name in the text, and its LLVM type.
 
@@ -142,6 +143,7 @@ Operand = Value | Number
 _BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 _MANGLED = {"half": "f16", "bfloat": "bf16", "float": "f32", "double": "f64", "ptr": "p0"}
 _VECTOR = re.compile(r"<(\d+) x (\w+)>")
+_NAME = re.compile(r"@([\w.]+)")
 
 
 def vector(lanes: int, element: str) -> str:
@@ -149,6 +151,7 @@ def vector(lanes: int, element: str) -> str:
     return f"<{lanes} x {element}>"
 
 
+@functools.lru_cache(maxsize=256)
 def shape(type: str) -> tuple[int, str]:
     """(lanes, element) of a vector type, and (1, type) of a scalar one."""
     match = _VECTOR.fullmatch(type)
@@ -160,6 +163,7 @@ def with_element(type: str, element: str) -> str:
     return vector(shape(type)[0], element) if type.startswith("<") else element
 
 
+@functools.lru_cache(maxsize=256)
 def element_bits(type: str) -> int:
     """Bits of one element."""
     element = shape(type)[1]
@@ -232,8 +236,8 @@ class Module:
         self._declarations: dict[str, tuple[str, str]] = {}  # name -> (return type, text)
         self._globals: list[str] = []
         self._functions: dict[str, Builder] = {}
-        self._plain_loops = itertools.count(2)  # !0 and !1 are their common operands
-        self._metadata: list[str] = []
+        self._part_of: dict[str, str] = {}  # by names of functions
+        self._open = [""]  # the part in which functions start is the last
 
     def function(self, name: str, params: str = "", returns: str = "void") -> Builder:
         """Starts a function; parameters are declared as in `"ptr noalias x, i64 count"`."""
@@ -251,7 +255,15 @@ class Module:
         if function.name in self._functions:
             raise ValueError(f"function {function.name!r} is defined twice")
         self._functions[function.name] = function
+        self._part_of[function.name] = self._open[-1]
         return function
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The functions that start within the block are compiled apart, see ``parts``."""
+        self._open.append(name)
+        yield
+        self._open.pop()
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         """Declares a function that this module calls but does not define; it may be repeated."""
@@ -285,26 +297,42 @@ class Module:
         self._globals.append(f"{name} = internal global i64 0, align 8")
         return Value(name, "ptr")
 
-    def plain_loop(self) -> str:
-        """A fresh metadata node for a loop that LLVM must neither unroll nor vectorise."""
-        number = next(self._plain_loops)
-        self._metadata.append(f"!{number} = distinct !{{!{number}, !0, !1}}")
-        return f"!{number}"
+    def parts(self) -> tuple[str, list[str]]:
+        """The module as modules that are compiled apart and then linked: the text of the functions
+        of no part, and a text for each part, which may be that of a part of other modules.
+        """
+        texts = {name: self._text(name) for name in dict.fromkeys(("", *self._part_of.values()))}
+        return texts.pop(""), [*texts.values()]
 
     def __str__(self) -> str:
-        functions = [str(function) for function in self._functions.values()]
-        declarations = [text for _, text in self._declarations.values()]
+        return self._text(None)
+
+    def _text(self, part: str | None) -> str:
+        """The functions of a part; None stands for the whole module."""
+        chosen = [f for n, f in self._functions.items() if part in (None, self._part_of[n])]
+        functions, declared = [str(function) for function in chosen], []
+        if part is not None:
+            functions = [text.replace("define internal", "define hidden", 1) for text in functions]
+            declared = [f.declared for f in self._functions.values() if f not in chosen]
+        declared += [text for _, text in self._declarations.values()]
+        if part is not None:
+            used = set(_NAME.findall("\n".join(functions)))
+            declared = [text for text in declared if _NAME.findall(text)[0] in used]
+            tables = [text for text in self._globals if _NAME.findall(text)[0] in used]
+        else:
+            tables = self._globals
         # no-builtins: the optimiser must not turn a loop into a call of memset or memcpy, so that
         # the machine code refers to nothing outside itself and can be cached.
         width = f'"prefer-vector-width"="{self.target.bits}"'
         attributes = [
             f'attributes #0 = {{ nounwind "no-builtins" {width} }}',
-            # Kernels are printed unrolled and vectorised; doing it again costs time, changes bits.
-            '!0 = !{!"llvm.loop.unroll.disable"}',
-            '!1 = !{!"llvm.loop.vectorize.enable", i1 false}',
-            *self._metadata,
+            # Of all loops: kernels are printed unrolled and vectorised; doing it again costs time,
+            # changes bits.
+            "!0 = distinct !{!0, !1, !2}",
+            '!1 = !{!"llvm.loop.unroll.disable"}',
+            '!2 = !{!"llvm.loop.vectorize.enable", i1 false}',
         ]
-        parts = ["\n".join(self._globals), *functions, "\n".join(declarations + attributes)]
+        parts = ["\n".join(tables), *functions, "\n".join(declared + attributes)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -379,6 +407,7 @@ class Builder:
             f"@{name}({', '.join(f'{kind} %{key}' for kind, key in typed)}) "
             f"{'noinline ' if private else ''}#0"
         )
+        self.declared = f"declare hidden {returns} @{name}({', '.join(k for k, _ in typed)})"
         self._allocas: list[str] = []
         self._blocks = [_Block("entry", [])]
         self._numbers = itertools.count(1)
@@ -407,7 +436,7 @@ class Builder:
     def value(self, operand: Operand, type: str = "i64") -> Value:
         """`operand` as a value of `type`: a number becomes a constant."""
         if not isinstance(operand, Value):
-            return replace(constant(operand, type), builder=self)
+            return Value(constant(operand, type).text, type, self)
         if operand.type != type:
             raise TypeError(f"expected a value of type {type}, got {operand}")
         return operand
@@ -736,7 +765,7 @@ class Builder:
             f"{more} = icmp slt i64 {index}, {hi.text}",
             f"br i1 {more}, label %{body}, label %{done}",
         ))  # fmt: skip
-        self._line(f"br label %{head}, !llvm.loop {self.module.plain_loop()}")
+        self._line(f"br label %{head}, !llvm.loop !0")
         self._start(done)
 
     @contextmanager

@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -42,9 +43,9 @@ from typing import Any, NamedTuple
 from anycell.environment import switch
 
 from . import image, isa
-from .ir import Target
+from .ir import Module, Target
 
-FORMAT = 2  # raise it when the way from text to machine code changes, so that no old entry is found
+FORMAT = 3  # raise it when the way from text to machine code changes, so that no old entry is found
 # The text leaves to LLVM: moving stack variables to registers, removing repeated computations, and
 # shorter forms of instructions. Optimising at level 2 takes twice as long, and the code is no
 # faster.
@@ -57,7 +58,8 @@ _MAGIC = b"anycell\0"
 _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}(?P<draft>\.[0-9a-f]{16})?")
 
-Text = str | Callable[[], str]  # the LLVM text, or a function that prints it
+# The LLVM text, or a function that prints it, as text or as a module that has parts.
+Text = str | Callable[[], str | Module]
 # The arguments of ``compile``: the text, its functions, the target, and the recipe that stands for
 # the text in the cache, if there is one.
 Request = tuple[Text, Sequence[str], Target, str | None]
@@ -155,7 +157,7 @@ def compile(
         print(_printed(text), file=sys.stderr)
     with _alone():
         key = name(text, symbols, target, recipe)
-        code, from_disk = cached(key, lambda: object_code(_printed(text), symbols, target))
+        code, from_disk = cached(key, lambda: _compiled(text, symbols, target))
         addresses = image.load(code, symbols) or _load(code, symbols, target)
         return Library(text, target, addresses, from_disk, key)
 
@@ -187,13 +189,14 @@ def kept() -> list[int]:
 
 
 def _printed(text: Text) -> str:
-    return text if isinstance(text, str) else text()
+    return text if isinstance(text, str) else str(text())
 
 
 def code_size(code: bytes) -> int:
     """Bytes of machine instructions in an object file."""
     with _alone():
-        sections = _llvm().object_file.ObjectFileRef.from_data(code).sections()
+        files = map(_llvm().object_file.ObjectFileRef.from_data, image.objects(code))
+        sections = (section for file in files for section in file.sections())
         return sum(section.size() for section in sections if section.is_text())
 
 
@@ -216,7 +219,9 @@ def _context() -> Any:
     return _llvm().create_context()
 
 
+@lru_cache(maxsize=8)
 def _machine(target: Target) -> Any:
+    """LLVM's target machine; a new one for each object file would take a millisecond."""
     llvm = _llvm()
     cpu, features, _ = isa.machine(target)
     # The small code model reads constants relative to the program counter; the JIT's default would
@@ -255,13 +260,31 @@ def object_code(text: str, symbols: Sequence[str], target: Target) -> bytes:
     return machine.emit_object(module)
 
 
+def _compiled(text: Text, symbols: Sequence[str], target: Target) -> bytes:
+    """The object files of a text. Its parts, which other texts may have too, are cached."""
+    printed = text if isinstance(text, str) else text()
+    if isinstance(printed, str) or not (image.SUPPORTED and enabled()):
+        return object_code(str(printed), symbols, target)
+    own, parts = printed.parts()
+    code = object_code(own, symbols, target)
+    for part in parts:
+        build = functools.partial(object_code, part, (), target)
+        code += cached(name(part, (), target), build)[0]
+    return code
+
+
 def _load(code: bytes, symbols: Sequence[str], target: Target) -> dict[str, int]:
     llvm = _llvm()
-    # llvmlite's own memory manager keeps all sections in one block, as the small code model needs.
+    files = [*image.objects(code)]
+    # llvmlite's own memory manager keeps all sections in one block, as the small code model needs;
+    # it takes a single file. The engine takes the machine over.
     engine = llvm.create_mcjit_compiler(
-        llvm.parse_assembly("", _context()), _machine(target), use_lmm=True
+        llvm.parse_assembly("", _context()),
+        _machine.__wrapped__(target),
+        use_lmm=len(files) == 1,
     )
-    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+    for file in files:
+        engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(file))
     engine.finalize_object()
     addresses = {symbol: engine.get_function_address(symbol) for symbol in symbols}
     engine.detach()  # never freed: a thread may still run it, even while the interpreter exits

@@ -93,7 +93,7 @@ def request(layout: Layout) -> jit.Request:
     sources, target = fingerprint(), layout.target
     described = description(layout.plan, layout.backward)
     recipe = f"{sources}\n{target}\n{described}" if sources else None
-    return lambda: str(print_kernel(layout)), ("door", "needs"), target, recipe
+    return lambda: print_kernel(layout), ("door", "needs"), target, recipe
 
 
 @functools.lru_cache(maxsize=1024)

@@ -326,7 +326,8 @@ def print_packing(module: Module, layout: Layout) -> None:
     """Adds ``pack0``, ``pack1`` ..., which pack the weights of the matmuls."""
     types = layout.plan.types
     if layout.matmuls:
-        print_pack_block(module, layout.geometry, types.weights.llvm, types.operands.llvm)
+        with module.part("packing"):
+            print_pack_block(module, layout.geometry, types.weights.llvm, types.operands.llvm)
     for m in layout.matmuls:
         _print_pack(module, layout, m)
 

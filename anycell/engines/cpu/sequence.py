@@ -43,15 +43,18 @@ def print_kernel(layout: Layout) -> Module:
     module = Module(layout.target, layout.real, types.short)
     blocks = [Blocks(layout, m) for m in layout.matmuls]
     for block in blocks:
-        block.print(module)
-    if types.quantized:
-        print_quantizing(module)
-    else:
-        for number in sorted({layout.operand_type(m) for m in layout.matmuls if m.staged}):
-            print_staging(module, number, layout.geometry, types.operands.llvm)
+        with module.part(f"blocks{block.matmul.number}"):
+            block.print(module)
+    with module.part("common"):
+        if types.quantized:
+            print_quantizing(module)
+        else:
+            for number in sorted({layout.operand_type(m) for m in layout.matmuls if m.staged}):
+                print_staging(module, number, layout.geometry, types.operands.llvm)
     b = module.private("sequence", "ptr args, i64 part, i64 parts", vectors=layout.width)
     Sequence(b, layout, blocks).print()
-    _print_all(module)
+    with module.part("common"):
+        _print_all(module)
     print_packing(module, layout)
     Door(module, layout).print()
     return module
