@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.engines.cpu.aten import AXES
@@ -30,7 +29,7 @@ from anycell.torch.fused import Fused, layered, plan_on
 from anycell.torch.native import Item, Part, play, table
 from anycell.torch.passes import Ends, Result, as_given, as_kept, form_of
 from anycell.torch.planned import ReadStep
-from anycell.torch.stepwise import Steps
+from anycell.torch.stepwise import Steps, batch_first, time_first
 from anycell.torch.surroundings import Surroundings
 from anycell.torch.tape import Sources, Tape, View
 from anycell.torch.warm import Unknown, ordinary, settings, wanted
@@ -48,20 +47,6 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
         return tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
     except RuntimeError:  # a sparse tensor
         return None
-
-
-def time_first(x: Tensor) -> Tensor:
-    """``[B, T, ...]`` as ``[T, B, ...]``; ``[T]`` as it is."""
-    return x.transpose(0, 1) if x.dim() > 1 else x
-
-
-def batch_first(output: Any, rows: int) -> Any:
-    """Tensors ``[T, B, ...]`` as ``[B, T, ...]``; those without rows as they are."""
-
-    def swapped(t: Tensor) -> Tensor:
-        return t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t
-
-    return pytree.tree_map_only(Tensor, swapped, output)
 
 
 class Pass:

@@ -155,17 +155,38 @@ def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
 
 def as_written(step: Step, xs: Iterable[Any], state: Any, reverse: bool = False) -> tuple[Any, Any]:
     """Runs a step for inputs one after the other; its outputs are stacked, in reverse if asked."""
-    outputs: list[list[Any]] = []
-    tree: Any = None
+    outputs = []
     for x in xs:
         output, state = step(x, state)
-        leaves, tree = flat(output)
-        outputs.append(leaves)
+        outputs.append(output)
     if reverse:
         outputs.reverse()
-    parts = map(list, zip(*outputs, strict=True))
+    if type(output) is Tensor:
+        return torch.stack(outputs), state
+    parts = map(list, zip(*[flat(one)[0] for one in outputs], strict=True))
     series = [torch.stack(p) if isinstance(p[0], Tensor) else p[-1] for p in parts]
-    return series[0] if tree is _LEAF else pytree.tree_unflatten(series, tree), state
+    return pytree.tree_unflatten(series, flat(output)[1]), state
+
+
+def time_first(x: Tensor) -> Tensor:
+    """``[B, T, ...]`` as ``[T, B, ...]``; ``[T]`` as it is."""
+    return x.transpose(0, 1) if x.dim() > 1 else x
+
+
+def batch_first(output: Any, rows: int) -> Any:
+    """Tensors ``[T, B, ...]`` as ``[B, T, ...]``; those without rows as they are."""
+
+    def swapped(t: Tensor) -> Tensor:
+        return t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t
+
+    return pytree.tree_map_only(Tensor, swapped, output)
+
+
+def parts_of(x: Any, rows: int) -> Sequence[Any]:
+    """The input of each step; with rows, ``x`` has the batch as its first axis."""
+    xs, tree = flat(x)
+    series = [(time_first(part) if rows else part).unbind() for part in xs]
+    return [pytree.tree_unflatten(parts, tree) for parts in zip(*series, strict=True)]
 
 
 def _zeros(leaf: Any) -> Any:
