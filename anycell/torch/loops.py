@@ -36,6 +36,7 @@ from anycell.torch.surroundings import Surroundings
 from anycell.torch.warm import ordinary, quiet
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
+_AROUND = 4  # as measured: operations beside a kernel take as long as so many of a step
 _RESTLESS = 16  # readings for tensors of the same shapes
 _NUMBERS = itertools.count()
 
@@ -169,8 +170,9 @@ def _short(call: Steps, plan: ReadStep) -> bool:
     """See ``anycell.read.short``."""
     if not torch.is_grad_enabled() or call.state[0].device.type != "cpu":
         return False
-    numbers = sum([t.numel() for t in call.state])
-    return short("torch", len(call.xs[0]), numbers, len(plan.recording.equations))
+    steps, numbers = len(call.xs[0]), sum([t.numel() for t in call.state])
+    calls = len(plan.recording.equations) - _AROUND * plan.around / steps
+    return short("torch", steps, numbers, calls)
 
 
 def obstacle() -> str | None:
