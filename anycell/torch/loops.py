@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from anycell.explanation import Explained, explain_read
 from anycell.layer.checks import boolean, describe, integer, refuse
@@ -23,15 +24,14 @@ from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
 from anycell.read import SHORT, short
 from anycell.recent import add_recent
+from anycell.torch import stepwise as steps
 from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths, refuse_more
 from anycell.torch.replayed import Replayed, layouts
-from anycell.torch.stepwise import (
-    Step, Steps, as_written, batch_first, flat, of_tree, parts_of, stepwise, time_first,
-)  # fmt: skip
+from anycell.torch.stepwise import Step, Steps, batch_first, flat, stepwise, time_first
 from anycell.torch.surroundings import Surroundings
 from anycell.torch.warm import ordinary, quiet
 
@@ -39,6 +39,9 @@ _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _AROUND = 4  # as measured: operations beside a kernel take as long as so many of a step
 _RESTLESS = 16  # readings for tensors of the same shapes
 _NUMBERS = itertools.count()
+# Hooks of all modules.
+_FORWARD, _BEFORE = modules._global_forward_hooks, modules._global_forward_pre_hooks
+_BACKWARD, _BEFORE_BACKWARD = modules._global_backward_hooks, modules._global_backward_pre_hooks
 
 
 class Readings:
@@ -90,8 +93,8 @@ class Readings:
             if rows is not None:
                 self.last = SHORT
                 if alone:
-                    return as_written(around.run, x.unbind(), state)
-                output, last = as_written(around.run, parts_of(x, rows), state)
+                    return steps.as_written(around.run, x.unbind(), state)
+                output, last = steps.as_written(around.run, steps.parts_of(x, rows), state)
                 return (batch_first(output, rows) if rows else output), last
         (xs, x_tree), (leaves, state_tree) = flat(x), flat(state)
         own = [*xs, *leaves]
@@ -123,9 +126,7 @@ class Readings:
                 self.replays.pop(key := _key(flat(x)[0][0], first), None)
                 add_recent(self.replays, key, known, _MOST)
 
-    def plan(
-        self, around: Surroundings, call: Steps, tensors: Sequence[Tensor]
-    ) -> ReadStep | str:
+    def plan(self, around: Surroundings, call: Steps, tensors: Sequence[Tensor]) -> ReadStep | str:
         """Returns the step as it was read, or why the step itself runs."""
         if (why := call.why or obstacle() or around.hooked()) is not None:
             return why
@@ -163,16 +164,16 @@ def _kind(x: Any, state: Any, first: bool) -> Any:
         return x.shape
     (xs, tree), (leaves, _) = flat(x), flat(state)
     shapes = tuple([getattr(t, "shape", None) for t in (*xs, *leaves)])
-    return first, of_tree(tree), shapes, getattr(xs[0], "device", None) if xs else None
+    return first, steps.of_tree(tree), shapes, getattr(xs[0], "device", None) if xs else None
 
 
 def _short(call: Steps, plan: ReadStep) -> bool:
     """See ``anycell.read.short``."""
     if not torch.is_grad_enabled() or call.state[0].device.type != "cpu":
         return False
-    steps, numbers = len(call.xs[0]), sum([t.numel() for t in call.state])
-    calls = len(plan.recording.equations) - _AROUND * plan.around / steps
-    return short("torch", steps, numbers, calls)
+    count, numbers = len(call.xs[0]), sum([t.numel() for t in call.state])
+    calls = len(plan.recording.equations) - _AROUND * plan.around / count
+    return short("torch", count, numbers, calls)
 
 
 def obstacle() -> str | None:
@@ -256,10 +257,11 @@ class loop(Explained, nn.Module):
         """Returns what ``forward`` returns; at once for a call like an earlier one, because torch's
         own way there takes a microsecond.
         """
-        if len(args) == 2 and not more and not (
+        hooked = (
             self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-            or self._backward_pre_hooks or torch.compiler.is_dynamo_compiling()
-        ):
+            or self._backward_pre_hooks or _FORWARD or _BEFORE or _BACKWARD or _BEFORE_BACKWARD
+        )  # fmt: skip
+        if len(args) == 2 and not (more or hooked or torch.compiler.is_dynamo_compiling()):
             x, state = args
             module = self._modules["module"]
             if (known := self._readings.again(module, x, state, self.batch_first)) is not None:

@@ -159,7 +159,10 @@ class ReadStep:
 
         try:
             drawn = bool(self.recording.random)
-            with torch.random.fork_rng([], enabled=drawn), torch.enable_grad():
+            with (
+                torch.random.fork_rng([], enabled=drawn), torch.inference_mode(False),
+                torch.enable_grad(),
+            ):  # fmt: skip
                 return Tape(arrays, enter, results, leave)
         except Exception:  # then calls stay as they are
             return False

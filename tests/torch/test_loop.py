@@ -1637,3 +1637,35 @@ def test_a_step_that_was_typed(file: str, place: str) -> None:
     layer(torch.ones(3, 2, 4), torch.ones(2, 4))
     said = re.sub(r"\S*test_loop.py:\d+: ", "", layer.engine.reason)
     assert said.startswith(f"{place}Python reads the value of a tensor")
+
+
+@pytest.mark.parametrize("steps", [1, T])
+def test_hooks_of_all_modules_see_warm_loops(steps: int) -> None:
+    layer, seen = loop(OfTorchRNN()), list[Any]()
+    x, h = inputs_of(layer.module, steps=steps)
+    for _ in range(4):
+        layer(x, h)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        check_trees(layer(x, h), by_hand(layer.module)(x, h))
+    finally:
+        hook.remove()
+    assert layer in seen
+
+
+def test_constants_of_calls_without_gradients_serve_those_with_gradients() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(H))
+
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = torch.tanh(x * torch.arange(1.0, H + 1.0, dtype=x.dtype) * self.weight + h)
+            return h, h
+
+    module = Shifted()
+    layer, x, h = loop(module), torch.randn(T, B, H), torch.randn(B, H)
+    with torch.inference_mode():
+        for _ in range(3):
+            layer(x, h)
+    alike(results(layer, module, x, h), results(by_hand(module), module, x, h))
