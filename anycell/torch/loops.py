@@ -31,7 +31,7 @@ from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths, refuse_more
 from anycell.torch.replayed import Replayed, layouts
-from anycell.torch.stepwise import Step, Steps, batch_first, flat, stepwise, time_first
+from anycell.torch.stepwise import Step, Steps, all_tensors, batch_first, flat, stepwise, time_first
 from anycell.torch.surroundings import Surroundings
 from anycell.torch.warm import ordinary, quiet
 
@@ -338,6 +338,11 @@ def _paired(module: Any) -> Step:
             if type(result) is Tensor:
                 return result, result
             if type(result) is tuple and len(result) == 2 and type(result[1]) is Tensor:
+                return result
+        elif type(state) is tuple and type(result) is tuple and len(result) == 2:
+            after: Any = result[1]
+            both = state + after if type(after) is tuple and len(after) == len(state) else ()
+            if both and all_tensors(map(type, both)):
                 return result
         pair = isinstance(result, (tuple, list)) and len(result) == 2
         count = len(flat(state)[0])

@@ -29,14 +29,14 @@ def _hashed(tree: Any) -> bool:
 of_tree: Callable[[Any], Any] = (
     (lambda tree: tree) if _hashed(pytree.tree_structure({"h": 0})) else repr
 )
-_tensors = frozenset([Tensor]).issuperset
+all_tensors = frozenset([Tensor]).issuperset
 
 
 def flat(tree: Any) -> tuple[list[Any], Any]:
     """``pytree.tree_flatten``, at once for a tensor and a tuple of tensors."""
     if type(tree) is Tensor:
         return [tree], _LEAF
-    if type(tree) is tuple and _tensors(map(type, tree)):
+    if type(tree) is tuple and all_tensors(map(type, tree)):
         return list(tree), _of_tuple(len(tree))
     return pytree.tree_flatten(tree)
 
