@@ -90,7 +90,6 @@ class Step:
     """A step that was read, what is around it, and the cell's variables."""
 
     plan: ReadStep
-    step: Any
     around: Surroundings
     variables: Sequence[Any]
 
@@ -102,11 +101,11 @@ class Step:
         """The outputs and the last states; the cell's own if it branches on the batch's size."""
         if call.rows not in self.plan.rows:
             with self.around.swapped(tensors):
-                unlike(self.plan, self.step, self.around, call)
+                unlike(self.plan, self.around, call)
         if self.plan.rows[call.rows] is None:
             return self.plan.replay(call, tensors)
         with self.around.swapped(tensors):
-            return stepwise(self.step, call)
+            return stepwise(self.around.run, call)
 
 
 def unreadable() -> str | None:
@@ -135,13 +134,13 @@ def read_step(step: CellStep, x: Any, states: Sequence[Any], others: Sequence[An
             raise TypeError("a cell of Keras computes in its own dtype")
         return step(x, states, list(masks.values()))
 
-    around = Surroundings(one)
+    around = Surroundings(one, one)
     places = [(vars(variable), "_value", variable.path) for variable in variables]
     for holder, name, label in [*places, *((masks, k, f"mask {k}") for k in masks)]:
         around.add(holder, name, label)
     one.__name__ = step.__name__
-    plan = plan_of(one, around, sample)
-    return plan if isinstance(plan, str) else Step(plan, one, around, variables)
+    plan = plan_of(around, sample)
+    return plan if isinstance(plan, str) else Step(plan, around, variables)
 
 
 def _steps(x: Tensor, states: list[Tensor], *more: Any) -> Steps:

@@ -76,7 +76,7 @@ def joined(a: Any, b: Any) -> Any:
         return a if a == b else None
     if (a.fetch, a.sign) != (b.fetch, b.sign) or a.columns[-1] + 1 != b.columns[0]:
         return None
-    if isinstance(a, Matrix) and (a.fetch is None or not np.array_equal(a.rows, b.rows)):
+    if isinstance(a, Matrix) and not np.array_equal(a.rows, b.rows):
         return None
     return replace(a, columns=np.concatenate([a.columns, b.columns]))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from anycell.explanation import Explained, explain_read
 from anycell.layer.checks import boolean, describe, integer, refuse
@@ -23,19 +24,24 @@ from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
 from anycell.read import SHORT, short
 from anycell.recent import add_recent
+from anycell.torch import stepwise as steps
 from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
 from anycell.torch.planned import ReadStep
 from anycell.torch.proven import plan_of, unlike
 from anycell.torch.recurrent import Lengths, refuse_more
-from anycell.torch.replayed import Replayed, batch_first, layouts, time_first
-from anycell.torch.stepwise import Step, Steps, as_written, flat, stepwise
+from anycell.torch.replayed import Replayed, layouts
+from anycell.torch.stepwise import Step, Steps, all_tensors, batch_first, flat, stepwise, time_first
 from anycell.torch.surroundings import Surroundings
 from anycell.torch.warm import ordinary, quiet
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
+_AROUND = 4  # as measured: operations beside a kernel take as long as so many of a step
 _RESTLESS = 16  # readings for tensors of the same shapes
 _NUMBERS = itertools.count()
+# Hooks of all modules.
+_FORWARD, _BEFORE = modules._global_forward_hooks, modules._global_forward_pre_hooks
+_BACKWARD, _BEFORE_BACKWARD = modules._global_backward_hooks, modules._global_backward_pre_hooks
 
 
 class Readings:
@@ -46,7 +52,7 @@ class Readings:
         self.last: ReadStep | str = "no call has been made: a step is read at its first call"
         self.tokens: dict[Any, Any] = {}
         self.reads: Counter[Any] = Counter()
-        self.replays: dict[Any, Any] = {}  # a call as it is replayed, or the facts of a short one
+        self.replays: dict[Any, Replayed] = {}
         self.around: Surroundings | None = None  # of the latest call
 
     def known(self, around: Surroundings) -> Surroundings:
@@ -63,36 +69,38 @@ class Readings:
         plan = self.last
         return Engine("torch", plan) if isinstance(plan, str) else plan.engine
 
-    def run(self, step: Step, around: Surroundings, call: Steps) -> Any:
+    def run(self, around: Surroundings, call: Steps) -> Any:
         """Runs a step over time; returns the output and the last state."""
         tensors = around.tensors()
-        self.last = plan = call.why or self.plan(step, around, call, tensors)
+        self.last = plan = call.why or self.plan(around, call, tensors)
         if isinstance(plan, str):
-            return stepwise(step, call)
+            return stepwise(around.run, call)
         return plan.replay(call, tensors)
 
-    def again(
-        self, step: Any, x: Any, state: Any, first: bool = False, run: Step | None = None
-    ) -> Any:
+    def again(self, step: Any, x: Any, state: Any, first: bool = False) -> Any:
         """Runs a call without further arguments as an earlier one; None if none was like it.
 
         Args:
-            step: the user's function or module; ``run``, that as (x, state) -> (output, state).
+            step: the user's function or module.
             first: see ``Replayed``.
         """
         around = self.around
+        if around is None or around.step is not step:
+            return None
+        if around.few and torch.is_grad_enabled():
+            alone = type(x) is Tensor and x.is_cpu and not first  # ``_kind`` is one more call
+            rows = around.few.get(x.shape if alone else _kind(x, state, first))
+            if rows is not None:
+                self.last = SHORT
+                if alone:
+                    return steps.as_written(around.run, x.unbind(), state)
+                output, last = steps.as_written(around.run, steps.parts_of(x, rows), state)
+                return (batch_first(output, rows) if rows else output), last
         (xs, x_tree), (leaves, state_tree) = flat(x), flat(state)
         own = [*xs, *leaves]
-        if around is None or around.step is not step or not (xs and ordinary(map(type, own))):
+        if not (xs and ordinary(map(type, own))):
             return None
         known = self.replays.get(_key(xs[0], first))
-        if type(known) is tuple:  # of so few steps that it runs as it is written
-            rows, *facts = known
-            if type(x) is not Tensor or facts != [state_tree, [t.shape for t in leaves]]:
-                return None
-            self.last, x = SHORT, time_first(x) if rows else x
-            output, last = as_written(run or step, [x[k] for k in range(x.shape[0])], state)
-            return (batch_first(output, rows) if rows else output), last
         if known is None or not quiet() or (tensors := around.again(step)) is None:
             return None
         if not ordinary(map(type, tensors)) or known.facts != [around, x_tree, state_tree]:
@@ -102,27 +110,23 @@ class Readings:
             self.last = known.plan
         return results
 
-    def learn(self, x: Any, call: Steps, first: bool = False) -> None:
+    def learn(self, x: Any, state: Any, call: Steps, first: bool = False) -> None:
         """Learns a call without further arguments that has run."""
-        plan, around, xs = self.last, self.around, flat(x)[0]
-        known: Any = None
+        plan, around = self.last, self.around
         if around is None:
             return
         if plan is SHORT:
-            shapes = [t.shape for t in call.swapped(call.state)]
-            known = first and call.batched and call.rows, call.state_tree, shapes
+            rows = call.rows if first and call.batched else 0
+            add_recent(around.few, _kind(x, state, first), rows, _MOST)
         elif not isinstance(plan, str) and not call.turned:
             tensors = around.tensors()
             tape, tensors = plan.tape(call, tensors), [*tensors, *call.xs, *call.state]
             if tape is not None and layouts(tensors) is not None:
                 known = Replayed(plan, tape, around, call, tensors, first)
-        if known is not None:
-            self.replays.pop(key := _key(xs[0], first), None)
-            add_recent(self.replays, key, known, _MOST)
+                self.replays.pop(key := _key(flat(x)[0][0], first), None)
+                add_recent(self.replays, key, known, _MOST)
 
-    def plan(
-        self, step: Step, around: Surroundings, call: Steps, tensors: Sequence[Tensor]
-    ) -> ReadStep | str:
+    def plan(self, around: Surroundings, call: Steps, tensors: Sequence[Tensor]) -> ReadStep | str:
         """Returns the step as it was read, or why the step itself runs."""
         if (why := call.why or obstacle() or around.hooked()) is not None:
             return why
@@ -130,16 +134,14 @@ class Readings:
             return "a tensor is sparse, and kernels read dense memory"
         signature = call.signature(tensors)
         known = self.plans.get((around.token, signature))
-        plan = known or self._read(step, around, signature, call)
+        plan = known or self._read(around, signature, call)
         if isinstance(plan, str):
             return plan
         if _short(call, plan):
             return SHORT
-        return unlike(plan, step, around, call) or plan.unfit(call) or plan
+        return unlike(plan, around, call) or plan.unfit(call) or plan
 
-    def _read(
-        self, step: Step, around: Surroundings, signature: Any, call: Steps
-    ) -> ReadStep | str:
+    def _read(self, around: Surroundings, signature: Any, call: Steps) -> ReadStep | str:
         self.reads[signature] += 1
         if self.reads[signature] > _RESTLESS:
             plan: ReadStep | str = (
@@ -147,7 +149,7 @@ class Readings:
                 "contains them. Instead: keep what changes in a tensor, such as a buffer."
             )
         else:
-            plan = plan_of(step, around, call)
+            plan = plan_of(around, call)
         return add_recent(self.plans, (around.token, signature), plan, _MOST)
 
 
@@ -156,12 +158,22 @@ def _key(x: Tensor, first: bool) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.device, first, torch.is_grad_enabled()
 
 
+def _kind(x: Any, state: Any, first: bool) -> Any:
+    """The facts by which calls of few steps are found."""
+    if type(x) is Tensor and x.is_cpu and not first:
+        return x.shape
+    (xs, tree), (leaves, _) = flat(x), flat(state)
+    shapes = tuple([getattr(t, "shape", None) for t in (*xs, *leaves)])
+    return first, steps.of_tree(tree), shapes, getattr(xs[0], "device", None) if xs else None
+
+
 def _short(call: Steps, plan: ReadStep) -> bool:
     """See ``anycell.read.short``."""
     if not torch.is_grad_enabled() or call.state[0].device.type != "cpu":
         return False
-    numbers = sum([t.numel() for t in call.state])
-    return short("torch", len(call.xs[0]), numbers, len(plan.recording.equations))
+    count, numbers = len(call.xs[0]), sum([t.numel() for t in call.state])
+    calls = len(plan.recording.equations) - _AROUND * plan.around / count
+    return short("torch", count, numbers, calls)
 
 
 def obstacle() -> str | None:
@@ -241,6 +253,21 @@ class loop(Explained, nn.Module):
     def extra_repr(self) -> str:
         return "batch_first=True" if self.batch_first else ""
 
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        """Returns what ``forward`` returns; at once for a call like an earlier one, because torch's
+        own way there takes a microsecond.
+        """
+        hooked = (
+            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
+            or self._backward_pre_hooks or _FORWARD or _BEFORE or _BACKWARD or _BEFORE_BACKWARD
+        )  # fmt: skip
+        if len(args) == 2 and not (more or hooked or torch.compiler.is_dynamo_compiling()):
+            x, state = args
+            module = self._modules["module"]
+            if (known := self._readings.again(module, x, state, self.batch_first)) is not None:
+                return known
+        return super().__call__(*args, **more)
+
     def forward(
         self, x: Any, state: Any, *more: Any, mask: Tensor | None = None,
         lengths: Lengths | None = None, resets: Tensor | None = None, reset_state: Any = None,
@@ -257,7 +284,7 @@ class loop(Explained, nn.Module):
         plain = mask is lengths is resets is reset_state is None and reverse is False
         first, module = self.batch_first, self._modules["module"]  # ``self.module`` takes longer
         again = self._readings.again
-        if plain and (known := again(module, x, state, first, self._step)) is not None:
+        if plain and (known := again(module, x, state, first)) is not None:
             return known
         call = _call(*flat(x), state, first)
         turned = call.batched and first
@@ -272,36 +299,17 @@ class loop(Explained, nn.Module):
             call = call._replace(restored=_restored(reset_state, call))
         if reverse is not False:
             call = call._replace(reverse=boolean("reverse", reverse))
-        around = Surroundings(self.module) if call.why else self._surroundings()
-        output, last = self._readings.run(self._step, around, call)
-        if plain and not call.why:
-            self._readings.learn(x, call, first)
-        return (batch_first(output, call.rows) if turned else output), last
-
-    def _step(self, x: Any, state: Any) -> tuple[Any, Any]:
-        module: Any = self._modules["module"]
-        result = module(x, state)
-        pair = isinstance(result, (tuple, list)) and len(result) == 2
-        if pair and type(result[1]) is type(state) is Tensor:
-            return result[0], result[1]
-        count = len(flat(state)[0])
-        if pair and len(flat(result[1])[0]) == count:
-            return result[0], result[1]
-        leaves = flat(result)[0]
-        if len(leaves) != count:
-            refuse(
-                "module", f"one that returns {describe(result)}",
-                f"(output, new state), with the {count} tensors of the state",
-                "Return y, state.", TypeError,
-            )  # fmt: skip
-        return leaves[0], result
-
-    def _surroundings(self) -> Surroundings:
-        """Returns what the module reads, walked again only if it has changed."""
+        module = self.module
+        step = module, _paired(module)
         around = self._readings.around
-        if around is None or around.again(self.module, unhooked=False) is None:
-            around = self._readings.known(Surroundings.of(self.module))
-        return around
+        if call.why:
+            around = Surroundings(*step)
+        elif around is None or around.again(module, unhooked=False) is None:
+            around = self._readings.known(Surroundings.of(*step))
+        output, last = self._readings.run(around, call)
+        if plain and not call.why:
+            self._readings.learn(x, state, call, first)
+        return (batch_first(output, call.rows) if turned else output), last
 
     @property
     def engine(self) -> Engine:
@@ -319,6 +327,37 @@ class loop(Explained, nn.Module):
 
     def _layer(self) -> Layer | None:
         return getattr(self._readings.last, "layer", None)
+
+
+def _paired(module: Any) -> Step:
+    """A module as a step, whether or not it returns an output besides its state."""
+
+    def step(x: Any, state: Any) -> tuple[Any, Any]:
+        result = module(x, state)
+        if type(state) is Tensor:  # as most modules have it, at once
+            if type(result) is Tensor:
+                return result, result
+            if type(result) is tuple and len(result) == 2 and type(result[1]) is Tensor:
+                return result
+        elif type(state) is tuple and type(result) is tuple and len(result) == 2:
+            after: Any = result[1]
+            both = state + after if type(after) is tuple and len(after) == len(state) else ()
+            if both and all_tensors(map(type, both)):
+                return result
+        pair = isinstance(result, (tuple, list)) and len(result) == 2
+        count = len(flat(state)[0])
+        if pair and len(flat(result[1])[0]) == count:
+            return result[0], result[1]
+        leaves = flat(result)[0]
+        if len(leaves) != count:
+            refuse(
+                "module", f"one that returns {describe(result)}",
+                f"(output, new state), with the {count} tensors of the state",
+                "Return y, state.", TypeError,
+            )  # fmt: skip
+        return leaves[0], result
+
+    return step
 
 
 def _call(xs: list[Any], tree: Any, state: Any, batch_first: bool) -> Steps:
@@ -403,16 +442,16 @@ def scan(
         return torch.compiler.disable(scan)(step, init, xs, dim=dim, reverse=reverse)
     plain = dim == 0 and reverse is False
     if plain and (of_code := _SCANS.get(getattr(step, "__code__", None))) is not None:
-        known = of_code[0].again(step, xs, init, run=_turned(step))
+        known = of_code[0].again(step, xs, init)
         if known is not None:
             return known[1], known[0]
     scanned = _scanned(step, init, xs, dim, reverse)
     if scanned is None:
         return init, []
-    readings, *arguments = scanned
-    output, carry = readings.run(*arguments)
+    readings, around, call = scanned
+    output, carry = readings.run(around, call)
     if plain:
-        readings.learn(xs, arguments[2])
+        readings.learn(xs, init, call)
     if dim:
         dim %= pytree.tree_leaves(xs)[0].dim()
         output = pytree.tree_map_only(
@@ -445,8 +484,8 @@ def explain_scan(
     scanned = _scanned(step, init, xs, dim, reverse)
     if scanned is None:
         return said(None, "", "there are no steps")
-    readings, *arguments = scanned
-    plan = readings.plan(*arguments, arguments[1].tensors())
+    readings, around, call = scanned
+    plan = readings.plan(around, call, around.tensors())
     if isinstance(plan, str):
         return said(None, "", plan)
     if plan.engine.name not in ("cpu", "gpu"):
@@ -470,15 +509,14 @@ def _scanned(step: Any, init: Any, xs: Any, dim: int, reverse: bool) -> Any:
     if of_code is not None and around and around.again(step, unhooked=False) is not None:
         readings = of_code[0]
     else:
-        around = Surroundings.of(step)
+        around = Surroundings.of(step, _turned(step))
         codes = [guard for guard in around.guards if isinstance(guard, types.CodeType)]
         code: Any = codes[0] if codes else tuple(map(id, around.held[:1]))
         if code not in _SCANS:  # steps of one code have their readings together
             add_recent(_SCANS, code, (Readings(), around.held[:1]), _MOST)
         readings = _SCANS[code][0]
         readings.known(around)
-
-    return readings, _turned(step), around, call
+    return readings, around, call
 
 
 def _turned(step: Callable[[Any, Any], tuple[Any, Any]]) -> Step:

@@ -36,14 +36,15 @@ play: Any = torch.ops.anycell.play.default._op
 
 class Part(NamedTuple):
     """A result of a pass: of array ``number`` of those that the pass makes, the part of this layout
-    from element ``offset`` on; or a copy of it, which must be all memory between its ends.
+    from element ``offset`` on; or memory to which ``pieces`` of arrays are copied, one after the
+    other: (number, first element, size).
     """
 
     number: int
     shape: Shape
     strides: Shape
     offset: int = 0
-    copy: bool = False
+    pieces: tuple[tuple[int, int, int], ...] = ()
 
 
 class Item(NamedTuple):
@@ -100,20 +101,22 @@ class Form:
             layout = _number(t.dtype), tuple(t.shape), t.stride()
             place = places.get(name, -1), t.element_size()
             rows.append(aten.Given(*layout, *place, offset, into, size, added))
-        made, copied = made_by(recipe), list[list[int]]()
+        made, copied = made_by(recipe), list[Sequence[int]]()
         placed, numbers = len(made), list[int]()
         for part in results:
             whole = made[part.number]
             same = math.prod(part.shape) == math.prod(whole.shape)
             numbers.append(part.number)
-            if part.copy:
-                itemsize = recipe.dtypes[part.number].itemsize
-                size = math.prod(part.shape) * itemsize
-                copied.append([part.number, part.offset * itemsize, len(made), size])
+            if part.pieces:
+                itemsize, at = recipe.dtypes[part.number].itemsize, 0
+                for number, offset, size in part.pieces:
+                    line = number, offset * itemsize, len(made), at, size * itemsize
+                    copied.append(line)
+                    at += size * itemsize
             elif same and part.strides == dense(part.shape):
                 made[part.number] = whole._replace(shape=part.shape, strides=part.strides)
                 continue
-            base = () if part.copy else (part.number, part.offset)
+            base = () if part.pieces else (part.number, part.offset)
             numbers[-1] = len(made)
             made.append(aten.Made(whole.dtype, part.shape, part.strides, *base))
         if not aten.fits(rows, made, recipe.fixed):

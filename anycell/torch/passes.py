@@ -5,6 +5,7 @@ The layers have their plan and the number of threads, see ``fused.ready``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -178,7 +179,8 @@ def learn_backward(
     for name, (number, turned, copy) in gradients.items():
         order = slice(None, None, -1 if turned else 1)
         shape, strides = made[number].shape[order], made[number].strides[order]
-        whole[name] = Part(number, shape, strides, copy=copy)
+        pieces = ((number, 0, math.prod(shape)),) if copy else ()
+        whole[name] = Part(number, shape, strides, 0, pieces)
     form.names = tuple(parts := divide(whole))
     if items:
         items = [*items, *[(t, Item(n)) for n, t in inputs.items() if n not in arrays]]

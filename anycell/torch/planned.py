@@ -39,6 +39,7 @@ class ReadStep:
     Attributes:
         seen: the places in ``moving`` of the states that outputs are computed from.
         parts: the outputs that are a part of such a state, and ``later``, others that are none.
+        around: the number of operations that torch runs once a call, before and after the kernel.
         rows: by size of a batch, why the step itself runs; None if it is as recorded.
     """
 
@@ -58,6 +59,10 @@ class ReadStep:
         self.loose = {k for k, v in zip(self.moving, before, strict=True) if v not in tied}
         self.parts = {v: part for v in others if (part := _part(reader, v, after))}
         self.later = list(dict.fromkeys(v for v in others if v not in self.parts))
+        outer = "F" if self.reading.projected else "FX"
+        lone = [e for e in recording.equations if e.results[0].kind in outer]
+        lone += recording.needed(self.later, known)
+        self.around = len({e for e in lone if e.op is not A.t})
         used = recording.sources(self.later, known) | {*recording.outputs}
         pairs = enumerate(zip(before, after, strict=True))
         seen = {place for place, ends in pairs if not used.isdisjoint(ends)}
@@ -154,7 +159,10 @@ class ReadStep:
 
         try:
             drawn = bool(self.recording.random)
-            with torch.random.fork_rng([], enabled=drawn), torch.enable_grad():
+            with (
+                torch.random.fork_rng([], enabled=drawn), torch.inference_mode(False),
+                torch.enable_grad(),
+            ):  # fmt: skip
                 return Tape(arrays, enter, results, leave)
         except Exception:  # then calls stay as they are
             return False

@@ -27,7 +27,7 @@ from anycell.read.watched import alike
 from anycell.torch.planned import ReadStep
 from anycell.torch.read import Reader
 from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
-from anycell.torch.stepwise import Step, Steps, stepwise
+from anycell.torch.stepwise import Steps, stepwise
 from anycell.torch.surroundings import Surroundings
 
 _RETURN = "return what changes as a part of the state"
@@ -36,12 +36,12 @@ _OTHER = Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFuncti
 _LOCK = threading.RLock()  # a step is recorded with other tensors in place of its own
 
 
-def plan_of(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep | str:
+def plan_of(surroundings: Surroundings, call: Steps) -> ReadStep | str:
     """Reads a step, and tries the reading; a string says why the step runs step by step."""
-    return _recording(surroundings, call, lambda: _proven(step, surroundings, call))
+    return _recording(surroundings, call, lambda: _proven(surroundings, call))
 
 
-def unlike(plan: ReadStep, step: Step, surroundings: Surroundings, call: Steps) -> str | None:
+def unlike(plan: ReadStep, surroundings: Surroundings, call: Steps) -> str | None:
     """Why a reading is not the step for a batch of the call's size, if it is not: a branch on that
     size shows in no recording of others.
     """
@@ -49,7 +49,7 @@ def unlike(plan: ReadStep, step: Step, surroundings: Surroundings, call: Steps) 
         plan.rows[call.rows] = _recording(
             surroundings,
             call,
-            lambda: _same(plan.recording, _Flat(step, surroundings, call), call.rows),
+            lambda: _same(plan.recording, _Flat(surroundings, call), call.rows),
         )
     return plan.rows.get(call.rows)
 
@@ -213,8 +213,8 @@ class _Flat:
             tensors, with their places.
     """
 
-    def __init__(self, step: Step, surroundings: Surroundings, call: Steps) -> None:
-        self.step, self.surroundings, self.call = step, surroundings, call
+    def __init__(self, surroundings: Surroundings, call: Steps) -> None:
+        self.surroundings, self.call = surroundings, call
         self.tensors = [tensor.detach() for tensor in surroundings.tensors()]
         self.trees: list[Any] = []
 
@@ -223,7 +223,7 @@ class _Flat:
         with surroundings.swapped(tensors):
             before = call.state_of(states)
             first = pytree.tree_leaves(before)
-            output, state = self.step(pytree.tree_unflatten(xs, call.x_tree), before)
+            output, state = surroundings.run(pytree.tree_unflatten(xs, call.x_tree), before)
             held = pytree.tree_leaves(before)
             pairs = zip(surroundings.tensors(), tensors, surroundings.places, strict=True)
             changed = [label for now, old, (*_, label) in pairs if now is not old]
@@ -259,13 +259,13 @@ class _Flat:
             return record(self, calls, both)
 
 
-def _proven(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep:
+def _proven(surroundings: Surroundings, call: Steps) -> ReadStep:
     if not any(state.is_floating_point() for state in call.state):
         raise Refused(
             "the state has no real floating point numbers",
             "keep it in such tensors, complex numbers as two of them",
         )
-    flat = _Flat(step, surroundings, call)
+    flat = _Flat(surroundings, call)
     recording = flat.recorded(ROWS)
     constants = recording.constants
     for equation in recording.equations:
@@ -290,7 +290,7 @@ def _proven(step: Step, surroundings: Surroundings, call: Steps) -> ReadStep:
     reason: str | None = None
     for joined in (True, False) if merged else (False,):
         plan = ReadStep(recording, reader, list(flat.trees), joined)
-        reason = _tried(step, surroundings, plan, call)
+        reason = _tried(surroundings, plan, call)
         if reason is None:
             return plan
     _same(recording, flat, min(call.rows, 2))
@@ -343,21 +343,21 @@ def _random(shape: Any, generator: torch.Generator, device: Any, dtype: torch.dt
 # -- the proof -------------------------------------------------------------------------------------
 
 
-def _tried(step: Step, surroundings: Surroundings, plan: ReadStep, call: Steps) -> str | None:
+def _tried(surroundings: Surroundings, plan: ReadStep, call: Steps) -> str | None:
     """Why the reading is not the step; None if both agree for a few steps in float64."""
     exact, recorded, default = torch.float64, plan.recording.dtype, torch.get_default_dtype()
     try:
         torch.set_default_dtype(exact)  # of numbers and new tensors in the step
-        return _compared(step, surroundings, plan, call, exact)
+        return _compared(surroundings, plan, call, exact)
     except (RuntimeError, TypeError):  # a step that knows its dtype
         torch.set_default_dtype(default)
-        return _compared(step, surroundings, plan, call, recorded)
+        return _compared(surroundings, plan, call, recorded)
     finally:
         torch.set_default_dtype(default)
 
 
 def _compared(
-    step: Step, surroundings: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
+    surroundings: Surroundings, plan: ReadStep, call: Steps, dtype: torch.dtype
 ) -> str | None:
     rows, recorded = min(call.rows, 2), plan.recording.dtype  # not as many as recorded
     shapes = [(rows, *t.shape[1:]) if call.has_rows(t, 0) else tuple(t.shape) for t in call.state]
@@ -396,7 +396,7 @@ def _compared(
             if drawn:  # the step draws other numbers
                 return _results(plan.repeat(trial, tensors, drawn), leaves), reading
             with surroundings.swapped(tensors), _Casts(recorded, dtype):
-                return _results(stepwise(step, trial), leaves), reading
+                return _results(stepwise(surroundings.run, trial), leaves), reading
 
     # The derivative of torch's hardsigmoid is rounded to float32, as a cell's is in float64.
     rounded = any(e.op is A.hardsigmoid for e in plan.recording.equations)

@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from anycell.engines.cpu.aten import AXES
@@ -30,7 +29,7 @@ from anycell.torch.fused import Fused, layered, plan_on
 from anycell.torch.native import Item, Part, play, table
 from anycell.torch.passes import Ends, Result, as_given, as_kept, form_of
 from anycell.torch.planned import ReadStep
-from anycell.torch.stepwise import Steps
+from anycell.torch.stepwise import Steps, batch_first, time_first
 from anycell.torch.surroundings import Surroundings
 from anycell.torch.tape import Sources, Tape, View
 from anycell.torch.warm import Unknown, ordinary, settings, wanted
@@ -48,20 +47,6 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
         return tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
     except RuntimeError:  # a sparse tensor
         return None
-
-
-def time_first(x: Tensor) -> Tensor:
-    """``[B, T, ...]`` as ``[T, B, ...]``; ``[T]`` as it is."""
-    return x.transpose(0, 1) if x.dim() > 1 else x
-
-
-def batch_first(output: Any, rows: int) -> Any:
-    """Tensors ``[T, B, ...]`` as ``[B, T, ...]``; those without rows as they are."""
-
-    def swapped(t: Tensor) -> Tensor:
-        return t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t
-
-    return pytree.tree_map_only(Tensor, swapped, output)
 
 
 class Pass:
@@ -194,21 +179,57 @@ class Pass:
         """Parts of a pass's arrays that are a tensor's gradient as they are, by its place; arrays
         that the other gradients are made of, by name.
         """
+        total, end = arrays.get("d_params"), 0
+        if total is not None and total.shape[0] == 1:  # the sums of the only group of rows
+            del arrays["d_params"]
+            plan = self.layer.plan
+            for name, size in zip(plan.cell.param_names, plan.param_sizes, strict=True):
+                arrays[name] = Part(total.number, (size,), (1,), end)
+                end += size
         of = {n: p for n, p in arrays.items() if n in self.sources}
         like = {n: torch.empty_strided(p.shape, p.strides, device="meta") for n, p in of.items()}
         names, parts, used = {id(t): n for n, t in like.items()}, dict[Any, Part](), set[Key]()
         left = arrays.keys() - self.sources
         for place, t in enumerate(self.back(like, needs)):
-            keys = [key for key, _ in self.ways[place][1]] if needs[place] else []
+            axis, ways = self.ways[place] if needs[place] else (None, ())
+            keys, pieces = {key for key, _ in ways}, list[tuple[int, int, int]]()
             name = None if t is None else names.get(id(t if t._base is None else t._base))
-            copy = name is not None and (arrays[name].copy or keys[0] in used)
-            if t is None or name is None or (copy and not t.is_contiguous()):
-                left |= {key if isinstance(key, str) else key[0] for key in keys}
+            if t is not None and axis == 0:
+                pieces = self._pieces([key for key, _ in ways], of)
+            elif t is not None and name is not None:
+                pieces = [(of[name].number, of[name].offset + int(t.storage_offset()), t.numel())]
+            arrays_of = {key if isinstance(key, str) else key[0] for key in keys}
+            whole = len(pieces) == 1 and used.isdisjoint(keys)
+            whole = whole and not any(of[name].pieces for name in arrays_of)
+            if t is None or not pieces or not (whole or t.is_contiguous()):
+                left |= arrays_of
                 continue
-            used |= {*keys}
-            layout = tuple(t.shape), t.stride(), int(t.storage_offset())
-            parts[place] = Part(arrays[name].number, *layout, copy)
-        return parts | {name: arrays[name] for name in left & arrays.keys()}
+            number, offset, _ = pieces[0]
+            layout = tuple(t.shape), t.stride(), offset * whole
+            parts[place] = Part(number, *layout, () if whole else tuple(pieces))
+            used |= keys if whole else set()
+        held = {part.number for part in parts.values() if not part.pieces}
+        for name in left & arrays.keys():  # beside a tensor's gradient in its memory, a copy
+            part = arrays[name]
+            pieces = [(part.number, part.offset, math.prod(part.shape))] * (part.number in held)
+            parts[name] = part._replace(pieces=part.pieces or tuple(pieces))
+        return parts
+
+    def _pieces(self, keys: Sequence[Key], of: Mapping[str, Part]) -> list[tuple[int, int, int]]:
+        """Pieces of memory that are joined to a gradient; none if there are others."""
+        pieces = list[tuple[int, int, int]]()
+        for key in keys:
+            name, k = key if isinstance(key, tuple) else (key, 0)
+            if (part := of.get(name)) is None or part.strides != dense(part.shape):
+                return []
+            shape = part.shape[1:] if name.startswith(OF_STATES) else part.shape
+            rows, row = self.rows.get(name, shape[:1]), math.prod(shape[1:])
+            number, start, size = part.number, part.offset + sum(rows[:k]) * row, rows[k] * row
+            if pieces and pieces[-1][0] == number and sum(pieces[-1][1:]) == start:
+                _, start, before = pieces.pop()
+                size += before
+            pieces.append((number, start, size))
+        return pieces
 
 
 def ways_of(sources: Sources, tensors: Sequence[Tensor], arrays: Arrays) -> list[Way] | None:

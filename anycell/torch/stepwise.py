@@ -29,14 +29,14 @@ def _hashed(tree: Any) -> bool:
 of_tree: Callable[[Any], Any] = (
     (lambda tree: tree) if _hashed(pytree.tree_structure({"h": 0})) else repr
 )
-_tensors = frozenset([Tensor]).issuperset
+all_tensors = frozenset([Tensor]).issuperset
 
 
 def flat(tree: Any) -> tuple[list[Any], Any]:
     """``pytree.tree_flatten``, at once for a tensor and a tuple of tensors."""
     if type(tree) is Tensor:
         return [tree], _LEAF
-    if type(tree) is tuple and _tensors(map(type, tree)):
+    if type(tree) is tuple and all_tensors(map(type, tree)):
         return list(tree), _of_tuple(len(tree))
     return pytree.tree_flatten(tree)
 
@@ -155,17 +155,38 @@ def stepwise(step: Step, call: Steps) -> tuple[Any, Any]:
 
 def as_written(step: Step, xs: Iterable[Any], state: Any, reverse: bool = False) -> tuple[Any, Any]:
     """Runs a step for inputs one after the other; its outputs are stacked, in reverse if asked."""
-    outputs: list[list[Any]] = []
-    tree: Any = None
+    outputs = []
     for x in xs:
         output, state = step(x, state)
-        leaves, tree = flat(output)
-        outputs.append(leaves)
+        outputs.append(output)
     if reverse:
         outputs.reverse()
-    parts = map(list, zip(*outputs, strict=True))
+    if type(output) is Tensor:
+        return torch.stack(outputs), state
+    parts = map(list, zip(*[flat(one)[0] for one in outputs], strict=True))
     series = [torch.stack(p) if isinstance(p[0], Tensor) else p[-1] for p in parts]
-    return series[0] if tree is _LEAF else pytree.tree_unflatten(series, tree), state
+    return pytree.tree_unflatten(series, flat(output)[1]), state
+
+
+def time_first(x: Tensor) -> Tensor:
+    """``[B, T, ...]`` as ``[T, B, ...]``; ``[T]`` as it is."""
+    return x.transpose(0, 1) if x.dim() > 1 else x
+
+
+def batch_first(output: Any, rows: int) -> Any:
+    """Tensors ``[T, B, ...]`` as ``[B, T, ...]``; those without rows as they are."""
+
+    def swapped(t: Tensor) -> Tensor:
+        return t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t
+
+    return pytree.tree_map_only(Tensor, swapped, output)
+
+
+def parts_of(x: Any, rows: int) -> Sequence[Any]:
+    """The input of each step; with rows, ``x`` has the batch as its first axis."""
+    xs, tree = flat(x)
+    series = [(time_first(part) if rows else part).unbind() for part in xs]
+    return [pytree.tree_unflatten(parts, tree) for parts in zip(*series, strict=True)]
 
 
 def _zeros(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ class Surroundings(Watched):
     """Things that a step reads besides its arguments.
 
     Attributes:
-        step: the module or the function.
+        step: the module or the function; ``run``, that as (x, state) -> (output, state).
         places: the variables that are tensors, and what these are called.
         modules: the modules among them.
         guards: what else decides what the step does, hashable; ``held`` keeps it alive.
@@ -47,6 +47,7 @@ class Surroundings(Watched):
     """
 
     step: Any
+    run: Any = None
     places: list[tuple[Any, Any, str]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
@@ -54,12 +55,13 @@ class Surroundings(Watched):
     seen: set[Any] = field(default_factory=set)
     sizes: list[tuple[Any, int]] = field(default_factory=list)
     owners: dict[int, type] = field(default_factory=dict)
+    few: dict[Any, int] = field(default_factory=dict)
     changing: str = ""
     token: int = 0
 
     @classmethod
-    def of(cls, step: Any) -> Surroundings:
-        surroundings = cls(step)
+    def of(cls, step: Any, run: Any) -> Surroundings:
+        surroundings = cls(step, run)
         surroundings.walk(step)
         return surroundings
 

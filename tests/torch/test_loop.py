@@ -297,20 +297,37 @@ def test_weights_are_laid_out_inside_of_warm_calls(kind: str, inside: bool) -> N
         output.sum().backward()
 
 
+class Twice(One):
+    """A vector that is a part of a sum of biases, and is read by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_x, self.of_h = nn.Linear(I, H), nn.Linear(H, H, bias=False)
+        self.b = nn.ParameterList([nn.Parameter(torch.randn(H))])
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = torch.tanh(self.of_x(x) + self.b[0] + self.of_h(h)) * self.b[0]
+        return h, h
+
+
 @pytest.mark.skipif(table() is None, reason="there is no native operator")
 @pytest.mark.parametrize(
-    ("make", "kinds"),
+    ("make", "rows", "kinds"),
     [
-        (lambda: Parts("joined"), {int}),
-        (lambda: Parts("added"), {int}),  # two tensors have the same gradient
-        (OfTorchGRU, {int, str}),  # a bias is a parameter of the cell
-        (lambda: Parts("slices"), {int, str}),  # a weight is in two arrays
+        (lambda: Parts("joined"), B, {int}),
+        (lambda: Parts("added"), B, {int}),  # two tensors have the same gradient
+        (OfTorchGRU, B, {int, str}),  # a bias is a parameter of the cell
+        (OfTorchGRU, 1, {int}),  # whose gradient is the only row of its sums
+        (Twice, B, {int, str}),
+        (Twice, 1, {int, str}),  # beside a gradient, a copy of its memory
+        (lambda: Parts("slices"), B, {int, str}),  # a weight is in two arrays
     ],
 )
 @pytest.mark.parametrize("frozen", [False, True])
 def test_warm_backward_passes_return_the_gradients_of_tensors(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], kinds: set[type], frozen: bool
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], rows: int, kinds: set[type],
+    frozen: bool,
+) -> None:  # fmt: skip
     """By their places; others are made of those of arrays, by name."""
     seen, back = list[set[type]](), replayed.Pass.back
     monkeypatch.setattr(
@@ -319,7 +336,7 @@ def test_warm_backward_passes_return_the_gradients_of_tensors(
         lambda self, *call: seen.append({*map(type, call[0])}) or back(self, *call),
     )
     module = make()
-    layer, x, h = loop(module), torch.randn(T, B, I), torch.randn(B, H)
+    layer, x, h = loop(module), torch.randn(T, rows, I), torch.randn(rows, H)
     next(module.parameters()).requires_grad_(not frozen)
     for _ in range(6):
         alike(results(layer, module, x, h), results(by_hand(module), module, x, h))
@@ -1441,13 +1458,36 @@ def test_layers_in_one_tensor_of_states(fused: bool) -> None:
     check_trees((output[2:], end), by_hand(module)(x[2:], restored))
 
 
+class Beside(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_x, self.of_h = nn.Linear(I, 4 * H), nn.Linear(H, 4 * H)
+        self.norm, self.norm_h = nn.LayerNorm(4 * H), nn.LayerNorm(4 * H)
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        parts = (self.norm(self.of_x(x)) + self.norm_h(self.of_h(h))).chunk(4, -1)
+        a, b, c, d = map(torch.sigmoid, parts)
+        h = torch.tanh(a * b + c * h) * d
+        return h, h
+
+
+def test_gates_that_are_neighbours_in_what_torch_computes_are_one() -> None:
+    layer = loop(Beside())
+    x, h = inputs_of(layer.module)
+    check_trees(layer(x, h), by_hand(layer.module)(x, h))
+    assert len(layer._readings.last.reading._merged) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "steps", "rows", "grad", "read"),
     [
-        (Concatenated, 1, B, True, True),
+        (OfTorchGRU, 1, B, True, True),
         (OfTorchRNN, 1, B, True, False),
-        (OfTorchRNN, 2, B, True, True),
-        (OfTorchRNN, 1, 3000, True, True),
+        (OfTorchRNN, 2, B, True, False),
+        (OfTorchRNN, 3, B, True, True),
+        (OfTorchRNN, 1, 4000, True, True),
+        (Beside, 1, B, True, False),  # of as many operations as are read, but two beside the kernel
+        (Beside, 2, B, True, True),
         (OfTorchRNN, 1, B, False, True),
     ],
 )
@@ -1497,9 +1537,17 @@ def test_warm_calls_of_few_steps_are_only_the_module(
     check(False)
     layer.module.extra = 1.0  # whatever is around it
     check(False)
+    hook = layer.register_forward_hook(lambda *call: (2.0 * call[-1][0], call[-1][1]))
+    ordinary.clear()
+    assert torch.equal(run(x, h)[0], 2.0 * by_hand(layer.module)(x, h)[0]) and not ordinary
+    hook.remove()
+    check(False)
 
 
-def test_warm_calls_of_few_steps_with_trees() -> None:
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_warm_calls_of_few_steps_with_trees(
+    monkeypatch: pytest.MonkeyPatch, batch_first: bool
+) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1509,14 +1557,15 @@ def test_warm_calls_of_few_steps_with_trees() -> None:
             h = torch.tanh(x["a"] + x["b"] * state["h"][0] * self.weight)
             return {"y": (h, 2.0), "none": None}, {"h": [h]}
 
-    layer = loop(Nested())
-    x, state = {"a": torch.randn(2, B, H), "b": torch.randn(2, B, H)}, {"h": [torch.randn(B, H)]}
-    first = layer(x, state)
+    layer, shape = loop(Nested(), batch_first), (B, 2, H) if batch_first else (2, B, H)
+    x, state = {"a": torch.randn(shape), "b": torch.randn(shape)}, {"h": [torch.randn(B, H)]}
+    first, made = layer(x, state), list[Any]()
+    monkeypatch.setattr(loops, "_call", functools.partial(run_counted, made, loops._call))
     for _ in range(2):
         again = layer(x, state)
-        assert "so few steps" in layer.engine.reason
+        assert "so few steps" in layer.engine.reason and not made
         assert pytree.tree_structure(again) == pytree.tree_structure(first)
-        assert again[0]["y"][1] == first[0]["y"][1] == 2.0
+        assert again[0]["y"][1] == first[0]["y"][1] == 2.0 and again[0]["y"][0].shape == shape
         check_trees((again[0]["y"][0], again[1]), (first[0]["y"][0], first[1]))
 
 
@@ -1588,3 +1637,35 @@ def test_a_step_that_was_typed(file: str, place: str) -> None:
     layer(torch.ones(3, 2, 4), torch.ones(2, 4))
     said = re.sub(r"\S*test_loop.py:\d+: ", "", layer.engine.reason)
     assert said.startswith(f"{place}Python reads the value of a tensor")
+
+
+@pytest.mark.parametrize("steps", [1, T])
+def test_hooks_of_all_modules_see_warm_loops(steps: int) -> None:
+    layer, seen = loop(OfTorchRNN()), list[Any]()
+    x, h = inputs_of(layer.module, steps=steps)
+    for _ in range(4):
+        layer(x, h)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        check_trees(layer(x, h), by_hand(layer.module)(x, h))
+    finally:
+        hook.remove()
+    assert layer in seen
+
+
+def test_constants_of_calls_without_gradients_serve_those_with_gradients() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(H))
+
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = torch.tanh(x * torch.arange(1.0, H + 1.0, dtype=x.dtype) * self.weight + h)
+            return h, h
+
+    module = Shifted()
+    layer, x, h = loop(module), torch.randn(T, B, H), torch.randn(B, H)
+    with torch.inference_mode():
+        for _ in range(3):
+            layer(x, h)
+    alike(results(layer, module, x, h), results(by_hand(module), module, x, h))

@@ -274,7 +274,7 @@ def test_scan_walks_around_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in calls of few steps, which run as they are written; another step is walked."""
     walks: list[Any] = []
     of = Surroundings.of
-    monkeypatch.setattr(Surroundings, "of", lambda step: walks.append(step) or of(step))
+    monkeypatch.setattr(Surroundings, "of", lambda *step: walks.append(step[0]) or of(*step))
 
     def make() -> Any:
         def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

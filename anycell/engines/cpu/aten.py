@@ -55,7 +55,8 @@ GIVEN = [*ARRAY, "place", "mask", "offset", "into", "size", "added"]
 # ``base`` is the number of the array that it is a part of, from element ``offset`` on, or -1; its
 # first ``zeros`` bytes are cleared; ``result`` is 1 if the caller gets it.
 MADE = [*ARRAY, "base", "offset", "zeros", "result"]
-COPIED = "source offset target bytes".split()  # numbers of arrays that are made; after the pass
+# After the pass: numbers of arrays that are made, and from and to which byte of them.
+COPIED = "source offset target at bytes".split()
 FACT = "handle data axes dtype sizes strides".split()  # about an array of a call
 MOST = 64  # arrays that a call has, and that it makes
 RECORDS = 1024  # after so many all are forgotten
@@ -320,6 +321,7 @@ class _Call:
                 row = _row(b, copied_rows, i, COPIED)
                 target, source = (self._data(row[name]) for name in ("target", "source"))
                 source = b.gep(source, row["offset"], "i8")
+                target = b.gep(target, row["at"], "i8")
                 b.call(self.state.pointer("memcpy"), target, source, row["bytes"], returns="ptr")
             results = self._get("torch_new_list_reserve_size", record["results"], type="ptr")
             with b.loop(0, record["results"]) as i:
