@@ -18,8 +18,8 @@ from anycell.layer.rounding import SCALES
 from anycell.layer.signature import FLAGS, OF_STATES
 from anycell.plan import Layer
 from anycell.torch import ops
-from anycell.torch.composite import Arrays, composite
-from anycell.torch.fused import enter
+from anycell.torch.composite import Arrays
+from anycell.torch.fused import differentiable, enter
 from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
@@ -192,19 +192,10 @@ def by_steps(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The results of ``anycell::backward`` by torch's operations."""
     layer, arrays = ops.unpack(tensors, text, hyper)
-    names = list(itertools.compress(layer.arrays, needs))
-
-    def reached(*some: Tensor) -> tuple[Tensor, ...]:
-        """The outputs and final states whose gradients arrive."""
-        output, final, _ = composite(layer, {**arrays, **dict(zip(names, some, strict=True))})
-        return tuple(itertools.compress((output, *final), there))
-
-    def derive() -> tuple[Tensor, ...]:
-        pull: Any = torch.func.vjp(reached, *[arrays[name] for name in names])[1]
-        gradients: tuple[Tensor, ...] = pull(tuple(arriving))
-        return gradients
-
-    return enter(layer.cell, "backward", derive)
+    wanted, present = ops.wanted_names(layer, needs), iter(arriving)
+    ends = [next(present) if one else None for one in there]
+    gradients = enter(layer.cell, "backward", differentiable, layer, arrays, wanted, ends)
+    return tuple(gradients.values())  # type: ignore[arg-type]
 
 
 def _parts(arrays: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:

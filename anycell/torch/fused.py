@@ -21,7 +21,7 @@ from anycell.plan.dtype import dtypes
 from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
-from anycell.torch.observers import autocast, stepwise, watched
+from anycell.torch.observers import autocast, left_alone, stepwise, watched
 from anycell.torch.threads import threads
 
 
@@ -142,6 +142,9 @@ class Fused(torch.autograd.Function):
         return None, None, None, *found
 
 
+left_alone(Fused.backward)  # a compiled function may take gradients of a layer behind a break
+
+
 def run_forward(layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
     finals: Sequence[Tensor]
@@ -223,22 +226,33 @@ def differentiable(
     arriving: Sequence[Tensor | None], lay: Callable[[Any], Arrays] = dict,
 ) -> dict[Any, Tensor | None]:  # fmt: skip
     """Returns gradients by torch's operations, so that they can be differentiated again, and seen:
-    by autograd, through the composite.
+    through the composite, by autograd, which takes hooks on saved tensors, or by ``torch.func``,
+    whose tensors autograd takes for constants.
 
     Args:
         lay: makes the layer's arrays of the tensors.
     """
+    inputs = {name: t for name, t in tensors.items() if name in wanted}
+    present = tuple([gradient for gradient in arriving if gradient is not None])
+
+    def reached(*some: Tensor) -> tuple[Tensor, ...]:
+        """The results whose gradients arrive."""
+        places = {**tensors, **dict(zip(inputs, some, strict=True))}
+        output, final, others = composite(layer, lay(places))
+        ends = zip((output, *final, *others), arriving, strict=True)
+        return tuple([result for result, gradient in ends if gradient is not None])
+
+    gradients: Sequence[Tensor | None]
+    if torch._C._are_functorch_transforms_active():
+        pull: Any = torch.func.vjp(reached, *inputs.values())[1]
+        gradients = pull(present)
+        return dict(zip(inputs, gradients, strict=True))
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Differentiates for views of the inputs, because one input may depend on another.
-        places = {n: t.view_as(t) if n in wanted else t for n, t in tensors.items()}
-        output, final, others = composite(layer, lay(places))
-        ends = zip((output, *final, *others), arriving, strict=True)
-        outputs, arriving = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
-        inputs = {name: t for name, t in places.items() if name in wanted}
-        gradients = torch.autograd.grad(
-            outputs, list(inputs.values()), arriving, create_graph=again, allow_unused=True
-        )
+        places = [t.view_as(t) for t in inputs.values()]
+        options: Any = {"create_graph": again, "allow_unused": True}
+        gradients = torch.autograd.grad(reached(*places), places, present, **options)
     return dict(zip(inputs, gradients, strict=True))
 
 
