@@ -664,6 +664,26 @@ def test_sizes_in_place_of_a_cell() -> None:
             getattr(at, name)(cells.LSTM, 3)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: at.GRU(3, units=4), r"^units: .*; GRU takes input_size, .* mean hidden_size\?"),
+        (lambda: at.LSTM(3), r"^hidden_size: given nothing; .*; LSTM takes .* Pass hidden_size\."),
+        (lambda: at.RNN(cells.LSTM, units=4), "^input_size: given nothing; .*; RNN takes cell, in"),
+        (lambda: at.RNN(cells.LSTM, 3, units=4), r"^units: given 4; .* Did you mean hidden_size\?"),
+        (
+            lambda: at.Feedback(at.GRU(3, 4), nn.Linear(4, 3), reset_state=torch.zeros(3)),
+            r"^reset_state: given Tensor; .*; Feedback takes layer, readout\. Leave it out\.",
+        ),
+        (lambda: at.LSTM(*range(12)), "positional arguments"),
+        (lambda: at.LSTM(3, 4, dtype="x"), "^(?!dtype)"),  # of torch's own constructor
+    ],
+)
+def test_errors_about_names_of_a_constructor(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
 def test_other_errors() -> None:
     with pytest.warns(UserWarning, match="num_layers=1"):
         at.RNN(cells.LSTM, 3, 5, dropout=0.5)
