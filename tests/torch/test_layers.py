@@ -17,6 +17,7 @@ from tolerances import LIMITS, NO_WORSE_THAN, ONE_ULP, assert_close, error
 
 torch = pytest.importorskip("torch")
 
+import torch.utils.checkpoint as checkpointing  # noqa: E402
 from torch_layers import (  # noqa: E402
     CELLS,
     LAYERS,
@@ -262,7 +263,7 @@ def test_saved_tensor_hooks() -> None:
 def test_activation_checkpoints(kind: Any, reentrant: bool) -> None:
     """PyTorch's own checkpoints let each saved tensor be read only once."""
     layer, found = kind(3, 5, 2), []
-    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+    checkpoint = functools.partial(checkpointing.checkpoint, use_reentrant=reentrant)
     for call in (layer, functools.partial(checkpoint, layer)):
         x = torch.linspace(-1, 1, 24).reshape(4, 2, 3).requires_grad_()
         layer.zero_grad()
