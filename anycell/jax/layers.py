@@ -34,6 +34,7 @@ from anycell.layer.layers import AXES, Stack, check_input, one_step
 from anycell.layer.signature import of_layer
 from anycell.named import shown
 from anycell.plan import REALS, ArrayArguments, Engine, Layer, Options, Returning, takes
+from anycell.refusal import explained
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,6 +102,7 @@ class RNN(Explained):
         ((5, 2, 8), (1, 2, 8), (1, 2, 8))
     """
 
+    @explained
     def __init__(
         self,
         cell: Cell,
@@ -126,7 +128,7 @@ class RNN(Explained):
         self.checkpoint = check_checkpoint(checkpoint)
         if self.dropout and self.num_layers == 1:
             message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, stacklevel=3)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):  # a compiled program may be remembered by the layer's hash

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import keras
+from keras.src.backend import Variable as Variable  # 3.3: keras.Variable has no layer's
 
 from anycell.keras.rule import FUSED
 

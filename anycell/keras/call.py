@@ -76,7 +76,7 @@ def real(name: str, value: Tensor) -> Tensor:
         TypeError: for complex numbers.
     """
     if "complex" in str(value.dtype):
-        kind = backend.standardize_dtype(value.dtype)
+        kind = "complex128" if "128" in str(value.dtype) else "complex64"
         hint = "Pass its parts as features: keras.ops.real(x), keras.ops.imag(x)."
         refuse(name, kind, "real numbers", hint, TypeError)
     return value

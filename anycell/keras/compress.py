@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from keras import ops, tree
 
-from anycell.keras.backends import trace_anew
+from anycell.keras.backends import Variable, trace_anew
 from anycell.keras.cell import RNNCell
 from anycell.keras.feedback import Feedback
 from anycell.keras.layers import RNN, Fused
@@ -44,7 +44,7 @@ class KerasCompression(Compression, of=[keras.layers.Layer]):
 
     def reads(self, readout: Any) -> list[Weight]:
         kernels = [getattr(part, "kernel", None) for part in _inner(readout)]
-        return [Weight(kernel) for kernel in kernels if isinstance(kernel, keras.Variable)]
+        return [Weight(kernel) for kernel in kernels if isinstance(kernel, Variable)]
 
     def take(
         self, layer: Any, readouts: Any, taken: Taken, optimizer: Any, size: tuple[str, int]
@@ -163,7 +163,7 @@ def _slots(optimizer: Any, taken: Taken) -> list[tuple[Weight, tuple[Any, ...]]]
     for row in vars(optimizer).values():
         if isinstance(row, list) and len(row) == len(parameters) and row is not parameters:
             for parameter, slot in zip(parameters, row, strict=True):
-                if isinstance(slot, keras.Variable) and slot.shape == parameter.shape:
+                if isinstance(slot, Variable) and slot.shape == parameter.shape:
                     known.add(id(slot))
                     if id(parameter) in indices:
                         weight, index = indices[id(parameter)]

@@ -580,6 +580,9 @@ class RNN(Fused, keras.layers.RNN):
             units = kwargs.get("units", args[1] if len(args) > 1 else None)
             if cls is not RNN or not of_keras or isinstance(cell, (Cell, RNNCell)):
                 if cls is RNN and cell is not None and units is None:
+                    if "hidden_size" in kwargs:
+                        given, hint = repr(kwargs["hidden_size"]), "Did you mean units?"
+                        refuse("hidden_size", given, "no such argument", hint, TypeError)
                     check_cell_and_units(cell, units)
                 return super().__new__(cls, *args, **kwargs)
             if units is not None and not isinstance(units, bool):  # which is `return_sequences`

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from anycell.keras.backends import as_written
+from anycell.keras.backends import Variable, as_written
 from anycell.keras.call import Tensor
 from anycell.keras.rule import FUSED
 from anycell.lang.cell import Cell
@@ -72,4 +72,4 @@ def recurrence(
 
 def _value(leaf: Any) -> Any:
     """The tensor behind a variable of Keras; anything else as it is."""
-    return leaf.value if isinstance(leaf, keras.Variable) else leaf
+    return leaf.value if isinstance(leaf, Variable) else leaf

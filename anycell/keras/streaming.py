@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops, tree
 from keras.src import backend  # the scope in which Keras calls layers has no public name
 
-from anycell.keras.backends import as_written, home
+from anycell.keras.backends import Variable, as_written, home
 from anycell.keras.call import Tensor, expect, flags, for_all, real, tensor
 from anycell.keras.rule import planned
 from anycell.keras.weights import described, weights_of
@@ -55,7 +55,7 @@ class Packed(Prepared):
     """The packed weights of a layer, and the variables and functions that they belong to."""
 
     def __init__(self, layer: Any) -> None:
-        kinds: Any = keras.Variable, Callable
+        kinds: Any = Variable, Callable
         self.of_cell = vars(layer.cell)
         holders = self.of_cell, getattr(layer.cell, "_further", {})
         places = [(h, n) for h in holders for n, v in h.items() if isinstance(v, kinds)]

@@ -175,6 +175,9 @@ def check_sizes(cell: Cell, hidden_size: Any, sizes: Mapping[str, Any]) -> dict[
         TypeError, ValueError: for sizes that are unknown, missing, not positive integers, or not
             divisible by the heads or groups of the cell.
     """
+    if hidden_size is None and "units" in sizes:
+        given, hint = repr(sizes["units"]), "Did you mean hidden_size?"
+        refuse("units", given, "no such argument", hint, TypeError)
     check_names(cell, sizes)  # first, because a misspelt hidden_size is among ``sizes``
     hidden_size = integer("hidden_size", hidden_size)
     if not cell.gates:

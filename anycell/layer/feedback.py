@@ -238,7 +238,8 @@ class Fed:
 
     def _one_step(self, x: Any) -> Array:
         """``[B, inputs]``, checked."""
-        rows = x.shape[0] if len(getattr(x, "shape", ())) == 2 else "rows"
+        batched = isinstance(x, self.framework.kind) and len(x.shape) == 2
+        rows = x.shape[0] if batched else "rows"
         shape = rows, self.layer.input_size
         return self.framework.check_array("x", x, shape, "one step of each row", self._like)
 

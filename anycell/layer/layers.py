@@ -28,32 +28,30 @@ AXES = ("time", "batch"), ("batch", "time")  # the second if the batch comes fir
 
 
 class Layout(NamedTuple):
-    """The order of axes in users' arrays: steps or rows first, or one row without a batch."""
+    """The order of axes in users' arrays: steps or rows first, or one row without a batch.
+
+    Attributes:
+        first: the batch axis of arrays that have no axis of steps: ``(B,)``, or () without a batch.
+    """
 
     framework: type[Framework]
     like: Any
     steps: int
-    rows: int
+    first: Shape  # Dynamo of PyTorch 2.4 reads no property of a tuple
     batch_first: bool = False
-    batched: bool = True
 
     @classmethod
     def of(cls, framework: type[Framework], x: Array, batch_first: bool) -> Layout:
         """The layout of x: ``[T, B, I]``, ``[B, T, I]`` if ``batch_first``, or ``[T, I]``."""
         if len(x.shape) == 2:
-            return cls(framework, x, x.shape[0], 1, batch_first, False)
+            return cls(framework, x, x.shape[0], (), batch_first)
         steps, rows = (1, 0) if batch_first else (0, 1)
-        return cls(framework, x, x.shape[steps], x.shape[rows], batch_first)
-
-    @property
-    def first(self) -> Shape:
-        """The batch axis of arrays that have no axis of steps: ``(B,)``, or () without a batch."""
-        return (self.rows,) if self.batched else ()
+        return cls(framework, x, x.shape[steps], (x.shape[rows],), batch_first)
 
     def enter(self, x: Array, arrays: Arrays, arguments: Arrays) -> tuple[Array, Arrays]:
         """x as ``[T, B, I]``, and the other arrays with an axis of rows, mask and resets added."""
         flags = self.of_steps(arguments)
-        if not self.batched:
+        if not self.first:
             x, arrays = x[:, None], {name: a[..., None, :] for name, a in arrays.items()}
         elif self.batch_first:
             x = x.swapaxes(0, 1)
@@ -61,7 +59,7 @@ class Layout(NamedTuple):
 
     def leave(self, output: Array, final: Sequence[Array], others: Sequence[Array]) -> Results:
         """The results, laid out as x."""
-        if not self.batched:
+        if not self.first:
             output, others = output.squeeze(1), [a.squeeze(1) for a in others]
             return output, tuple([s.squeeze(1) for s in final]), others
         if self.batch_first:
@@ -106,14 +104,14 @@ class Layout(NamedTuple):
 
     def flags(self, name: str, value: Any) -> Array:
         """Converts ``mask`` or ``resets``, laid out as the input, to bool ``[T, B]``."""
-        shape: Shape = (self.steps, self.rows)
+        shape: Shape = (self.steps, *self.first)
         axes = "(time, batch)"
-        if not self.batched:
+        if not self.first:
             shape, axes = (self.steps,), "(time)"
         elif self.batch_first:
-            shape, axes = (self.rows, self.steps), "(batch, time)"
+            shape, axes = (*self.first, self.steps), "(batch, time)"
         flags = self.framework.check_flags(name, value, shape, axes, self.like)
-        if not self.batched:
+        if not self.first:
             flags = flags[:, None]
         elif self.batch_first:
             flags = flags.T

@@ -22,6 +22,7 @@ from anycell.numpy.framework import Numpy
 from anycell.numpy.layers import RNN
 from anycell.numpy.typed import State
 from anycell.plan import Engine, Layer, Plan, plan, scales_of
+from anycell.refusal import explained
 
 
 class Feedback(Fed, Explained, base.Layer):
@@ -54,6 +55,7 @@ class Feedback(Fed, Explained, base.Layer):
 
     framework = Numpy
 
+    @explained
     def __init__(self, layer: RNN, readout: Dense, *, seed: int | None = None) -> None:
         fused = isinstance(layer, RNN)
         check_layer(layer, fused, "RNN, LSTM or GRU of anycell.numpy", "Make one.")

@@ -28,6 +28,7 @@ from anycell.numpy.streaming import Again, Packed
 from anycell.numpy.typed import Arguments, Arrays, Names, State
 from anycell.plan import Engine, Layer, Options, Plan, Returning, plan, takes
 from anycell.recent import add_recent
+from anycell.refusal import explained
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -89,6 +90,7 @@ class RNN(Explained, base.Layer):
         (8,)
     """
 
+    @explained
     def __init__(
         self,
         cell: Cell,
@@ -521,6 +523,7 @@ class LSTM(RNN):
 
     of = cells.LSTM
 
+    @explained
     def __init__(
         self,
         input_size: int,

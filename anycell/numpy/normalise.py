@@ -198,7 +198,7 @@ class BatchNorm(Layer):
     def _valid(self, x: Array, mask: npt.ArrayLike | None, lengths: npt.ArrayLike | None) -> Valid:
         """Returns the steps that count, as flags ``[., ., 1]`` laid out as x."""
         rows, steps = x.shape[:2] if self.batch_first else x.shape[1::-1]
-        valid = Layout(Numpy, x, steps, rows, self.batch_first).valid(mask, lengths)
+        valid = Layout(Numpy, x, steps, (rows,), self.batch_first).valid(mask, lengths)
         valid = np.ones((steps, rows), bool) if valid is None else valid
         return (valid.T if self.batch_first else valid)[..., None]
 

@@ -22,7 +22,7 @@ from anycell.plan import Layer
 from anycell.plan.layer import register
 from anycell.torch import ops
 from anycell.torch.composite import Arrays, composite
-from anycell.torch.fused import enter
+from anycell.torch.fused import differentiable, enter
 from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
@@ -226,19 +226,10 @@ def by_steps(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The results of ``anycell::backward`` by torch's operations."""
     layer, arrays = ops.unpack(tensors, text, hyper)
-    names = list(itertools.compress(layer.arrays, needs))
-
-    def reached(*some: Tensor) -> tuple[Tensor, ...]:
-        """The outputs and final states whose gradients arrive."""
-        output, final, _ = composite(layer, {**arrays, **dict(zip(names, some, strict=True))})
-        return tuple(itertools.compress((output, *final), there))
-
-    def derive() -> tuple[Tensor, ...]:
-        pull: Any = torch.func.vjp(reached, *[arrays[name] for name in names])[1]
-        gradients: tuple[Tensor, ...] = pull(tuple(arriving))
-        return gradients
-
-    return enter(layer.cell, "backward", derive)
+    wanted, present = ops.wanted_names(layer, needs), iter(arriving)
+    ends = [next(present) if one else None for one in there]
+    gradients = enter(layer.cell, "backward", differentiable, layer, arrays, wanted, ends)
+    return tuple(gradients.values())  # type: ignore[arg-type]
 
 
 def tangents(

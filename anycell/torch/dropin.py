@@ -18,6 +18,7 @@ from anycell.lang.cell import Cell
 from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
 from anycell.plan import ARRAYS, Engine, Plan, Returning, Sizes, takes
+from anycell.refusal import explained
 from anycell.torch import ops
 from anycell.torch.framework import TorchDevice, memory
 from anycell.torch.functional import autocast_dtype, engine_of
@@ -57,6 +58,7 @@ class DropIn(Recurrent):
     _parameters: dict[str, Any]
     proj_size: int
 
+    @explained
     def __init__(
         self,
         input_size: int,

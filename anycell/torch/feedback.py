@@ -15,6 +15,7 @@ from anycell.layer.feedback import Fed, check_layer, check_width
 from anycell.layer.layers import Arrays, Stack
 from anycell.plan import Engine
 from anycell.plan.layer import register
+from anycell.refusal import explained
 from anycell.torch.dropin import DropIn
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
@@ -63,6 +64,7 @@ class Feedback(Fed, Explained, nn.Module):
 
     framework = Torch
 
+    @explained
     def __init__(self, layer: Any, readout: nn.Linear) -> None:
         super().__init__()
         remedy = "anycell.torch.accelerate turns layers of torch.nn into these."

@@ -22,7 +22,7 @@ from anycell.plan.dtype import dtypes
 from anycell.torch import passes
 from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
-from anycell.torch.observers import ORDINARY, autocast, unlike_memory, watched
+from anycell.torch.observers import ORDINARY, autocast, left_alone, unlike_memory, watched
 from anycell.torch.threads import threads
 
 
@@ -148,6 +148,9 @@ class Fused(torch.autograd.Function):
         return None, None, None, *found
 
 
+left_alone(Fused.backward)  # a compiled function may take gradients of a layer behind a break
+
+
 def run_forward(layer: Layer, arrays: Arrays, keep: bool) -> tuple[Tensor, States, Kept | None]:
     """Runs one layer; returns its output, final states, and what the backward pass reads."""
     finals: Sequence[Tensor]
@@ -226,38 +229,50 @@ def rounded(plan: Plan) -> Plan:
 
 def differentiable(
     layer: Layer, tensors: Mapping[Any, Tensor], wanted: set[Any],
-    arriving: Sequence[Tensor | None], kept: Sequence[Tensor], fits: bool,
+    arriving: Sequence[Tensor | None], kept: Sequence[Tensor] = (), fits: bool = False,
     lay: Callable[[Any], Arrays] = dict,
 ) -> dict[Any, Tensor | None]:  # fmt: skip
     """Returns gradients that can be differentiated again, and seen: by ``anycell::backward`` if
-    that ``fits``, otherwise by autograd through the composite.
+    that ``fits``, otherwise through the composite, by autograd, which takes hooks on saved tensors,
+    or by ``torch.func``, whose tensors autograd takes for constants.
 
     Args:
         kept: by the forward pass.
         lay: makes the layer's arrays of the tensors.
     """
+    inputs = {name: t for name, t in tensors.items() if name in wanted}
+    present = tuple([gradient for gradient in arriving if gradient is not None])
+
+    def laid(some: Sequence[Tensor]) -> Arrays:
+        return lay({**tensors, **dict(zip(inputs, some, strict=True))})
+
+    def reached(*some: Tensor) -> tuple[Tensor, ...]:
+        """The results whose gradients arrive."""
+        output, final, others = composite(layer, laid(some))
+        ends = zip((output, *final, *others), arriving, strict=True)
+        return tuple([result for result, gradient in ends if gradient is not None])
+
+    gradients: Sequence[Tensor | None]
+    if torch._C._are_functorch_transforms_active():
+        pull: Any = torch.func.vjp(reached, *inputs.values())[1]
+        gradients = pull(present)
+        return dict(zip(inputs, gradients, strict=True))
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Differentiates for views of the inputs, because one input may depend on another.
-        places = {n: t.view_as(t) if n in wanted else t for n, t in tensors.items()}
-        arrays = lay(places)
-        ends: Iterable[tuple[Tensor, Tensor | None]]
+        places = [t.view_as(t) for t in inputs.values()]
+        options: Any = {"create_graph": again, "allow_unused": True}
         if again and fits:
-            ends = gradients(layer, arrays, kept, arriving)
+            results, present = zip(*_by_operator(layer, laid(places), kept, arriving), strict=True)
         else:
-            output, final, others = composite(layer, arrays)
-            ends = zip((output, *final, *others), arriving, strict=True)
-        outputs, given = zip(*[(o, g) for o, g in ends if g is not None], strict=True)
-        inputs = {name: t for name, t in places.items() if name in wanted}
-        made = torch.autograd.grad(
-            outputs, list(inputs.values()), given, create_graph=again, allow_unused=True
-        )
-    return dict(zip(inputs, made, strict=True))
+            results = reached(*places)
+        gradients = torch.autograd.grad(results, places, present, **options)
+    return dict(zip(inputs, gradients, strict=True))
 
 
-def gradients(
+def _by_operator(
     layer: Layer, arrays: Arrays, kept: Sequence[Tensor], arriving: Sequence[Tensor | None]
-) -> Iterable[tuple[Tensor, Tensor | None]]:
+) -> Iterable[tuple[Tensor, Tensor]]:
     """A layer's arrays that require a gradient, each with it, by ``anycell::backward``."""
     there, needs = [g is not None for g in arriving], [t.requires_grad for t in arrays.values()]
     kind, options = str(arrays["x"].dtype).removeprefix("torch."), layer.options

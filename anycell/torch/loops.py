@@ -292,7 +292,7 @@ class loop(Explained, nn.Module):
             call = call._replace(xs=list(map(time_first, call.xs)))
         if mask is not None or lengths is not None or resets is not None:
             like = call.xs[0]
-            layout = Layout(Torch, like, len(like), call.rows, first, call.batched)
+            layout = Layout(Torch, like, len(like), (call.rows,) if call.batched else (), first)
             flags = None if resets is None else layout.flags("resets", resets)
             call = call._replace(mask=layout.valid(mask, lengths), resets=flags)
         if reset_state is not None:

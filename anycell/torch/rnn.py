@@ -28,6 +28,7 @@ from anycell.layer.signature import Shape
 from anycell.named import shown
 from anycell.plan import Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
+from anycell.refusal import explained
 from anycell.torch.composite import States
 from anycell.torch.framework import Torch
 from anycell.torch.functional import engine_of, fused_plan
@@ -182,6 +183,7 @@ class RNN(Recurrent, OfCell):
     if TYPE_CHECKING:
         __call__: CellCall
 
+    @explained
     def __init__(
         self,
         cell: Cell,
@@ -204,7 +206,7 @@ class RNN(Recurrent, OfCell):
         self.dropout = number("dropout", dropout, 0.0, 1.0, closed=True)
         if self.dropout and self.num_layers == 1:
             message = f"dropout={dropout} acts between layers; with num_layers=1 it does nothing."
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, stacklevel=3)
         self.bidirectional = boolean("bidirectional", bidirectional)
         self.checkpoint = check_checkpoint(checkpoint)
         directions = 1 + self.bidirectional

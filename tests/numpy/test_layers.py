@@ -611,7 +611,14 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: an.LSTM(3, 4, bias="no"), TypeError, r"bias: given str 'no'; expected True or False"),
     (lambda: an.LSTM(1 << 31, 4), ValueError, r"input_size: given 2147483648; .* to 2147483647"),
     (lambda: an.RNN(cells.LSTMP, 3, 4, P=10**30), ValueError, r"P: given 10+; .* to 2147"),
-    (lambda: lstm(dropuot=0.1), TypeError, "unexpected keyword argument 'dropuot'"),
+    (
+        lambda: lstm(dropuot=0.1), TypeError,
+        r"^dropuot: given 0.1; .* no such argument; LSTM takes input_size, .* mean dropout\?",
+    ),
+    (lambda: an.LSTM(3, units=4), TypeError, r"^units: .* Did you mean hidden_size\?"),
+    (lambda: an.LSTM(3), TypeError, r"^hidden_size: given nothing; .*LSTM takes .* Pass hidden_si"),
+    (lambda: an.JANET(3, units=4), TypeError, r"^units: given 4; .* Did you mean hidden_size\?"),
+    (lambda: an.JANET(3), TypeError, r"^hidden_size: given None; expected an int .* Pass hidden"),
     (
         lambda: an.RNN(cells.LSTM, 3, 4, dropuot=0.1), TypeError,
         r"dropuot: given 0.1; expected no such argument. Did you mean dropout\?",

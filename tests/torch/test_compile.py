@@ -225,6 +225,21 @@ def test_behind_a_break_of_the_graph_no_function_of_a_layer_is_compiled_by_itsel
     assert not any(file == "guards.py" or name == "_fn" for name, file in after)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_gradient_that_is_differentiated_again_behind_a_break(backend: str) -> None:
+    """Dynamo would compile each function of what runs step by step."""
+    layer, x = at.LSTM(3, 5, **DOUBLE), torch.randn(4, 2, 3, **DOUBLE, requires_grad=True)
+
+    def penalty(x: Tensor) -> Tensor:
+        gradient = torch.autograd.grad(layer(x)[0].pow(2).sum(), x, create_graph=True)[0]
+        return gradient.pow(2).sum()
+
+    found, right = (f(x) for f in (torch.compile(penalty, backend=backend), penalty))
+    assert_close(found.detach(), right.detach(), "float64", "forward")
+    twice = [torch.autograd.grad(one, x)[0] for one in (found, right)]
+    assert_close(*twice, "float64", "gradient")
+
+
 # -- what a compiled call costs --------------------------------------------------------------------
 # Modules, and whether calls of x and states alone are traced the short way.
 MODULES: dict[str, tuple[Any, bool]] = {

@@ -10,7 +10,7 @@ from torch_layers import Zoned, of_torchscript
 import anycell
 import anycell.torch as at
 from anycell import cells
-from anycell.torch import derivatives, functional
+from anycell.torch import derivatives, functional, fused
 from tests.torch.test_functional import DOUBLE, ENTERING, ROWS, SIZE, STEPS, assert_same, given_by
 
 
@@ -18,7 +18,7 @@ from tests.torch.test_functional import DOUBLE, ENTERING, ROWS, SIZE, STEPS, ass
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A list of the calls that go step by step from here on."""
     calls = list[Any]()
-    for module in (functional, derivatives):
+    for module in (functional, fused, derivatives):
         composite = module.composite
         monkeypatch.setattr(
             module, "composite", lambda *given, run=composite: calls.append(given) or run(*given)
@@ -324,6 +324,25 @@ def test_elements_of_each_array(name: str, steps: list[Any]) -> None:
         found = torch.func.vmap(torch.func.grad(lambda one: output(one).square().sum()))(elements)
         right = [torch.func.grad(lambda one: output(one).square().sum())(one) for one in elements]
         assert_same([*found], right)
+    assert not steps
+
+
+@of_torchscript
+def test_elements_of_a_restored_state_without_rows(steps: list[Any]) -> None:
+    """It has no axis on which elements could be rows: they run one after the other."""
+    cell, x, weights, _ = given_by(cells.LSTM)
+    x, weights = x.detach(), {name: weight.detach() for name, weight in weights.items()}
+    resets, elements = torch.rand(STEPS, ROWS) < 0.5, torch.randn(3, SIZE, **DOUBLE)
+
+    def output(one: torch.Tensor) -> torch.Tensor:
+        both = one, torch.zeros(ROWS, SIZE, **DOUBLE)
+        return at.recurrence(cell, x, weights, resets=resets, reset_state=both)[0]
+
+    gradient = torch.func.grad(lambda one: output(one).square().sum())
+    for call, kind in ((output, "forward"), (gradient, "gradient")):
+        right = [*map(call, elements)]
+        assert not torch.equal(*right[:2])
+        assert_same([*torch.func.vmap(call)(elements)], right, kind)
     assert not steps
 
 

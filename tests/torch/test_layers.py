@@ -17,6 +17,7 @@ from tolerances import LIMITS, NO_WORSE_THAN, ONE_ULP, assert_close, error
 
 torch = pytest.importorskip("torch")
 
+import torch.utils.checkpoint as checkpointing  # noqa: E402
 from torch_layers import (  # noqa: E402
     CELLS,
     LAYERS,
@@ -262,7 +263,7 @@ def test_saved_tensor_hooks() -> None:
 def test_activation_checkpoints(kind: Any, reentrant: bool) -> None:
     """PyTorch's own checkpoints let each saved tensor be read only once."""
     layer, found = kind(3, 5, 2), []
-    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+    checkpoint = functools.partial(checkpointing.checkpoint, use_reentrant=reentrant)
     for call in (layer, functools.partial(checkpoint, layer)):
         x = torch.linspace(-1, 1, 24).reshape(4, 2, 3).requires_grad_()
         layer.zero_grad()
@@ -662,6 +663,26 @@ def test_sizes_in_place_of_a_cell() -> None:
             getattr(at, name)(3, 4)
         with pytest.raises(TypeError, match=r"hidden_size: given None.*Pass hidden_size\."):
             getattr(at, name)(cells.LSTM, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: at.GRU(3, units=4), r"^units: .*; GRU takes input_size, .* mean hidden_size\?"),
+        (lambda: at.LSTM(3), r"^hidden_size: given nothing; .*; LSTM takes .* Pass hidden_size\."),
+        (lambda: at.RNN(cells.LSTM, units=4), "^input_size: given nothing; .*; RNN takes cell, in"),
+        (lambda: at.RNN(cells.LSTM, 3, units=4), r"^units: given 4; .* Did you mean hidden_size\?"),
+        (
+            lambda: at.Feedback(at.GRU(3, 4), nn.Linear(4, 3), reset_state=torch.zeros(3)),
+            r"^reset_state: given Tensor; .*; Feedback takes layer, readout\. Leave it out\.",
+        ),
+        (lambda: at.LSTM(*range(12)), "positional arguments"),
+        (lambda: at.LSTM(3, 4, dtype="x"), "^(?!dtype)"),  # of torch's own constructor
+    ],
+)
+def test_errors_about_names_of_a_constructor(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 def test_other_errors() -> None:

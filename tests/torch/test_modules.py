@@ -17,6 +17,7 @@ from torch_layers import LAYERS, assert_same, fused, lacks, of_torchscript, run,
 import anycell.torch as at  # noqa: E402
 from anycell import cells, compress  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
+from anycell.torch.native import table  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 FLAGS = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
@@ -300,6 +301,7 @@ def test_distributed_tensors_beside_plain_ones() -> None:
 
 
 # -- the price of a call ---------------------------------------------------------------------------
+@pytest.mark.skipif(table() is None, reason="before PyTorch 2.10 calls pass through Python")
 @pytest.mark.parametrize(("gradients", "most"), [(False, 11), (True, 38)])
 def test_a_call_is_few_calls(gradients: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Python functions, as a profiler counts them: what a small layer takes follows from it."""
