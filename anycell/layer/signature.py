@@ -2,8 +2,8 @@
 
 One vocabulary serves every frontend. The arrays of a call go in one dict, by these names:
 
-    x                            [T, B, I]; or without weight_ih projected gates [T, B, G*H], those
-                                 of a second direction as x_reverse
+    x                            [T, B, I]; or, of one direction, projected gates [T, B, G*H] and no
+                                 weight_ih
     mask, resets                 [T, B]
     static                       [B, size]
     recurrent_mask               [B, size], or [G, B, size] for one per gate

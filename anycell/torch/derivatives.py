@@ -70,7 +70,7 @@ def row_axis(name: str, axes: int) -> int | None:
     """The axis of the rows of the batch in a layer's array of so many axes, if it has one."""
     if name.startswith(OF_STATES):
         return 1 if axes == 3 else None
-    return {"static": 0, **dict.fromkeys(("x", "x_reverse", *FLAGS), 1)}.get(name)
+    return {"static": 0, **dict.fromkeys(("x", *FLAGS), 1)}.get(name)
 
 
 def forward(tensors: Sequence[Tensor], text: str, hyper: Sequence[float]) -> list[Tensor]:
