@@ -273,8 +273,20 @@ def _derived(
         given = [next(varied) if need else t for t, need in zip(tensors, needs, strict=True)]
         return tuple(itertools.compress(tangents(text, hyper, given, dots), there))
 
-    ends, pull, *_ = torch.func.vjp(run, *itertools.compress(tensors, needs))
-    return ends, pull
+    inputs = [*itertools.compress(tensors, needs)]
+    if transformed():
+        ends, pull, *_ = torch.func.vjp(run, *inputs)
+        return ends, pull
+    again = torch.is_grad_enabled()  # autograd alone takes half the time
+    with torch.enable_grad():
+        places = [t.view_as(t).requires_grad_() for t in inputs]
+        ends = run(*places)
+
+    def pulled(first: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+        options: Any = {"create_graph": again, "allow_unused": True}
+        return torch.autograd.grad(ends, places, first, **options) if places else ()
+
+    return tuple(end if again else end.detach() for end in ends), pulled
 
 
 def _parts(arrays: Sequence[Item], counts: tuple[int, int]) -> list[Sequence[Item]]:
