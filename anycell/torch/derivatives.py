@@ -28,13 +28,14 @@ from anycell.torch.observers import (
     TRACERS,
     left_alone,
     mapped,
+    mapped_tangent,
     requires_grad,
-    transformed,
     transforms,
     unlike_memory,
     unwrapped,
 )
 
+_functional = torch._C._are_functorch_transforms_active
 Item = TypeVar("Item")
 Elements = tuple[tuple[Tensor, ...], tuple[int, ...]]  # results, and their axes of elements
 
@@ -48,7 +49,7 @@ def fits(layer: Layer, arrays: Arrays) -> bool:
     around = transforms()
     if around is None:
         return False
-    if around.derived and SCALES in arrays:
+    if around.derived and (SCALES in arrays or any(map(mapped_tangent, arrays.values()))):
         return False
     elements, in_turns = (
         around.elements,
@@ -120,7 +121,7 @@ class Forward(torch.autograd.Function):
         needs, there = ctx.needs_input_grad[3:], [g is not None for g in arriving[: ctx.results]]
         present = [g for g in arriving[: ctx.results] if g is not None]
         saved, kinds = ctx.saved_tensors, (*ORDINARY, *TRACERS)  # hooks run at each read
-        if not transformed() and unlike_memory(present, saved, kinds):
+        if not _functional() and unlike_memory(present, saved, kinds):
             tensors = saved[: ctx.count]
             gradients = by_steps(ctx.text, ctx.hyper, there, needs, tensors, present)
         else:
@@ -170,17 +171,24 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Any, ...]:
         text, hyper, there, given, counts = ctx.facts
-        tensors, _, first = _parts([*map(unwrapped, ctx.saved_tensors)], counts)
+        saved = ctx.saved_tensors  # hooks run at each read
+        tensors, _, first = _parts([*map(unwrapped, saved)], counts)
         needs, _, first_needs = _parts(ctx.needs_input_grad[5:], counts)
         along, made = iter(arriving), iter(())
         dots = [next(along) if need else None for need in given]
         if not any(dot is not None for dot in dots):
             return (None,) * len(ctx.needs_input_grad)
-        # The derivative, along the gradient's gradient, of what the gradients arrive for.
-        ends, pull = _derived(text, hyper, there, needs, tensors, dots)
-        made = iter(pull(tuple(first)))
-        of_tensors = [next(made) if need else None for need in needs]
-        of_first = [end if need else None for end, need in zip(ends, first_needs, strict=True)]
+        present = [dot for dot in dots if dot is not None]
+        if not _functional() and unlike_memory(present, saved, (*ORDINARY, *TRACERS)):
+            wanted = [*needs, *first_needs]
+            made = iter(_second_by_steps(text, hyper, there, given, wanted, tensors, first, dots))
+            of_tensors, of_first = ([next(made) for _ in some] for some in (needs, first_needs))
+        else:
+            # The derivative, along the gradient's gradient, of what the gradients arrive for.
+            ends, pull = _derived(text, hyper, there, needs, tensors, dots)
+            made = iter(pull(tuple(first)))
+            of_tensors = [next(made) if need else None for need in needs]
+            of_first = [end if need else None for end, need in zip(ends, first_needs, strict=True)]
         return *[None] * 5, *of_tensors, *[None] * counts[1], *of_first
 
     @staticmethod
@@ -232,6 +240,27 @@ def by_steps(
     return tuple(gradients.values())  # type: ignore[arg-type]
 
 
+def _second_by_steps(
+    text: str, hyper: Sequence[float], there: Sequence[bool], given: Sequence[bool],
+    needs: Sequence[bool], tensors: Sequence[Tensor], first: Sequence[Tensor],
+    dots: Sequence[Tensor | None],
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of tensors and of ``first``, which arrive, from ``dots`` of those ``given``."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Differentiates for views, because one may depend on another.
+        places = [t.view_as(t) for t in (*tensors, *first)]
+        count = len(tensors)
+        made = iter(by_steps(text, hyper, there, given, places[:count], places[count:]))
+        pairs = [(next(made), dot) for dot, need in zip(dots, given, strict=True) if need]
+        ends = [(end, d) for end, d in pairs if end is not None and d is not None]
+        found = iter(torch.autograd.grad(
+            [end for end, _ in ends], [*itertools.compress(places, needs)], [d for _, d in ends],
+            create_graph=again, allow_unused=True,
+        ))  # fmt: skip
+    return [next(found) if need else None for need in needs]
+
+
 def tangents(
     text: str, hyper: Sequence[float], tensors: Sequence[Tensor], dots: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
@@ -249,8 +278,11 @@ def tangents(
             output, final, _ = composite(layer, {**arrays, **dict(zip(varied, some, strict=True))})
             return output, *final
 
-        primals = tuple(arrays[name] for name in varied)
-        made: tuple[Tensor, ...] = torch.func.jvp(run, primals, tuple(varied.values()))[1]
+        # As the gradient, along the tangents, of what ``pull`` is linear in: a forward mode within
+        # that of dual numbers, PyTorch does not have.
+        ends, pull, *_ = torch.func.vjp(run, *(arrays[name] for name in varied))
+        _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, ends)))
+        made: tuple[Tensor, ...] = push(tuple(varied.values()))[0]
         return made
     results = []
     for call in calls:

@@ -259,8 +259,9 @@ def differentiable(
         return dict(zip(inputs, gradients, strict=True))
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Differentiates for views of the inputs, because one input may depend on another.
-        places = [t.view_as(t) for t in inputs.values()]
+        # Differentiates for views of the inputs, because one input may depend on another. One of
+        # a transform of torch.func that has ended need not require a gradient outside of it.
+        places = [t.view_as(t).requires_grad_() for t in inputs.values()]
         options: Any = {"create_graph": again, "allow_unused": True}
         if again and fits:
             results, present = zip(*_by_operator(layer, laid(places), kept, arriving), strict=True)

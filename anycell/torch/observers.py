@@ -114,6 +114,16 @@ def mapped(tensor: Tensor) -> bool:
     return any(map(torch._C._functorch.is_batchedtensor, _within(tensor)))
 
 
+def mapped_tangent(tensor: Tensor) -> bool:
+    """Whether a dual number's tangent differs from element to element of a vmap of autograd's own,
+    as in ``torch.autograd.functional.jacobian(strategy="forward-mode")``; it knows no operators.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    tangent = forward_ad.unpack_dual(tensor).tangent
+    return tangent is not None and torch._C._functorch.is_legacy_batchedtensor(tangent)
+
+
 def requires_grad(tensor: Tensor) -> bool:
     """Whether a tensor, or what it wraps for a transform, requires a gradient."""
     return any(one.requires_grad for one in _within(tensor))
@@ -163,7 +173,9 @@ def unlike_memory(
 def _batched(gradient: Tensor | None) -> bool:
     kinds = torch._C._functorch
     return gradient is not None and (
-        kinds.is_functorch_wrapped_tensor(gradient) or kinds.is_legacy_batchedtensor(gradient)
+        kinds.is_functorch_wrapped_tensor(gradient)
+        or kinds.is_legacy_batchedtensor(gradient)
+        or mapped_tangent(gradient)
     )
 
 

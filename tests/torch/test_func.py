@@ -259,6 +259,103 @@ def test_derivatives_of_autograd(
 
 
 @of_torchscript
+@pytest.mark.parametrize("after", [False, True], ids=["now", "after a transform"])
+def test_a_vmap_of_autograd_over_second_derivatives(after: bool) -> None:
+    """Its tensors know no operators of ours; nor do those of a transform that has ended."""
+    layer, x = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE), INPUT[0].clone().requires_grad_()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        output = layer(x)[0].square().sum()
+        return output + layer(layer.weight_ih_l0[None])[0].sum() if after else output
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        if after:
+            return torch.func.grad(loss)(x)
+        (made,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        return made
+
+    some = gradient(x).flatten()[:3]
+    (found,) = torch.autograd.grad(
+        some, x, torch.eye(3, **DOUBLE), is_grads_batched=True, retain_graph=True
+    )
+    assert_same([*found], [torch.autograd.grad(one, x, retain_graph=True)[0] for one in some])
+    # and once more differentiated
+    (second,) = torch.autograd.grad(
+        some, x, torch.eye(3, **DOUBLE), is_grads_batched=True, create_graph=True
+    )
+    (third,) = torch.autograd.grad(second.square().sum(), x)
+    right = torch.autograd.grad(
+        sum(
+            torch.autograd.grad(one, x, create_graph=True)[0].square().sum()
+            for one in gradient(x).flatten()[:3]
+        ),
+        x,
+    )
+    assert_same([third], [*right])
+
+
+@of_torchscript
+@pytest.mark.parametrize("derive", ["jacobian", "hessian", "gradient"])
+def test_a_vmap_of_autograd_over_dual_numbers(derive: str) -> None:
+    layer, x = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE), INPUT[0, :2].clone()
+    ways = torch.autograd.functional
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)[0][-1].square().sum(0)
+
+    def weighted(weight: torch.Tensor) -> torch.Tensor:  # dual numbers arrive as gradients alone
+        there = x.clone().requires_grad_()
+        given = (last(there) * weight).sum()
+        return torch.autograd.grad(given, there, create_graph=True)[0]
+
+    if derive == "hessian":
+        options = {"outer_jacobian_strategy": "forward-mode"}
+        found = ways.hessian(lambda x: last(x).sum(), x, vectorize=True, **options)
+        right = ways.hessian(lambda x: last(x).sum(), x)
+    else:
+        run, at_point = (last, x) if derive == "jacobian" else (weighted, torch.ones(SIZE, **DOUBLE))
+        found = ways.jacobian(run, at_point, vectorize=True, strategy="forward-mode")
+        right = ways.jacobian(run, at_point)
+    assert_same([found], [right])
+
+
+@of_torchscript
+def test_second_derivatives_within_a_checkpoint() -> None:
+    """What a pass has saved is read once."""
+    layer, x = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE), INPUT[0].clone().requires_grad_()
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        slopes = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+        return slopes[0].square().sum()
+
+    found = torch.utils.checkpoint.checkpoint(penalty, x, use_reentrant=False)
+    given = [x, *layer.parameters()]
+    found, right = (
+        torch.autograd.grad(one, given, allow_unused=True) for one in (found, penalty(x))
+    )
+    pairs = [pair for pair in zip(found, right, strict=True) if pair[1] is not None]
+    assert_same(*zip(*pairs, strict=True))
+
+
+@of_torchscript
+def test_dual_numbers_where_no_tangent_runs() -> None:
+    """Each direction draws masks of its own."""
+    layer = at.RNN(Zoned, ENTERING, SIZE, bidirectional=True, **DOUBLE).train()
+
+    def output(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(7)
+        return layer(x)[0]
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(INPUT[0], INPUT[1])
+        found = torch.autograd.forward_ad.unpack_dual(output(dual)).tangent
+    near = (output(INPUT[0] + s * 1e-6 * INPUT[1]) for s in (1, -1))
+    one, other = near
+    torch.testing.assert_close(found, (one - other) / 2e-6, rtol=1e-5, atol=1e-7)
+    assert_same([found], [torch.func.jvp(output, (INPUT[0],), (INPUT[1],))[1]])
+
+
+@of_torchscript
 def test_a_cell_without_a_tangent(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its derivatives run step by step; the layer itself and its gradients run fused."""
     layer = at.RNN(cells.GRU, ENTERING, SIZE, **DOUBLE)
