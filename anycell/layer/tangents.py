@@ -47,9 +47,9 @@ def along(
         given = {n: a for n, a in named.items() if n not in ("x", *_INPUT)}
         given["x"] = _gates(named, changes, linear)
         for name, array in named.items():
-            learned = name in varied and name not in (*_INPUT, "static")
-            if learned or name.startswith(OF_STATES):
-                given[name + derived.dot] = changes.get(name, xp.zeros_like(array))
+            dotted = name + derived.dot
+            if dotted in derived.learned or name.startswith(OF_STATES):
+                given[dotted] = changes.get(name, xp.zeros_like(array))
         of_one = options._replace(reverse=(reverse,))
         made.append(
             (

@@ -9,7 +9,7 @@ from torch_layers import Zoned, of_torchscript
 
 import anycell
 import anycell.torch as at
-from anycell import cells
+from anycell import cell, cells, tanh, where
 from anycell.torch import derivatives, functional, fused
 from tests.torch.test_functional import DOUBLE, ENTERING, ROWS, SIZE, STEPS, assert_same, given_by
 
@@ -313,7 +313,8 @@ def test_a_vmap_of_autograd_over_dual_numbers(derive: str) -> None:
         found = ways.hessian(lambda x: last(x).sum(), x, vectorize=True, **options)
         right = ways.hessian(lambda x: last(x).sum(), x)
     else:
-        run, at_point = (last, x) if derive == "jacobian" else (weighted, torch.ones(SIZE, **DOUBLE))
+        of_last = derive == "jacobian"
+        run, at_point = (last, x) if of_last else (weighted, torch.ones(SIZE, **DOUBLE))
         found = ways.jacobian(run, at_point, vectorize=True, strategy="forward-mode")
         right = ways.jacobian(run, at_point)
     assert_same([found], [right])
@@ -335,6 +336,29 @@ def test_second_derivatives_within_a_checkpoint() -> None:
     )
     pairs = [pair for pair in zip(found, right, strict=True) if pair[1] is not None]
     assert_same(*zip(*pairs, strict=True))
+
+
+@cell(gates="f g", state="h")
+def Choice(x: Any, r: Any, s: Any) -> Any:
+    """Its recurrent weights have no derivative."""
+    return tanh(where(r.f > 0, x.f, x.g) + 0.5 * s.h)
+
+
+@of_torchscript
+def test_weights_that_have_no_derivative(steps: list[Any]) -> None:
+    layer, x = at.RNN(Choice, ENTERING, SIZE, **DOUBLE), INPUT[0].clone().requires_grad_()
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        given = [x, *layer.parameters()]
+        slopes = torch.autograd.grad(layer(x)[0].square().sum(), given, create_graph=True)
+        return sum(slope.square().sum() for slope in slopes)
+
+    found, *of_weights = torch.autograd.grad(penalty(x), [x, *layer.parameters()])
+    assert not steps
+    assert [bool(one.any()) for one in of_weights] == [True, False, True, False]
+    d = 1e-6 * INPUT[1]
+    near = (penalty((x + step).detach().requires_grad_()) for step in (d, -d))
+    torch.testing.assert_close((found * d).sum(), (next(near) - next(near)) / 2)
 
 
 @of_torchscript
