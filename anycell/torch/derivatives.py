@@ -22,7 +22,7 @@ from anycell.plan import Layer
 from anycell.plan.layer import register
 from anycell.torch import ops
 from anycell.torch.composite import Arrays, composite
-from anycell.torch.fused import differentiable, enter
+from anycell.torch.fused import differentiable, enter, gradients_of
 from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
@@ -252,12 +252,8 @@ def _second_by_steps(
         places = [t.view_as(t) for t in (*tensors, *first)]
         count = len(tensors)
         made = iter(by_steps(text, hyper, there, given, places[:count], places[count:]))
-        pairs = [(next(made), dot) for dot, need in zip(dots, given, strict=True) if need]
-        ends = [(end, d) for end, d in pairs if end is not None and d is not None]
-        found = iter(torch.autograd.grad(
-            [end for end, _ in ends], [*itertools.compress(places, needs)], [d for _, d in ends],
-            create_graph=again, allow_unused=True,
-        ))  # fmt: skip
+        ends = [next(made) if need else None for need in given]
+        found = iter(gradients_of(ends, [*itertools.compress(places, needs)], dots, again))
     return [next(found) if need else None for need in needs]
 
 

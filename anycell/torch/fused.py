@@ -58,6 +58,8 @@ def plan_of(cell: Cell, sizes: Sizes, dtype: torch.dtype, engine: str) -> Plan |
     return plan(cell, known["H"], name, engine, known)
 
 
+# Of fewer steps, second derivatives take less time step by step: of one step, half.
+FEWEST_STEPS = 4
 Forward = Callable[[Layer, Arrays, bool], tuple[Tensor, States, Kept | None]]
 
 
@@ -262,13 +264,28 @@ def differentiable(
         # Differentiates for views of the inputs, because one input may depend on another. One of
         # a transform of torch.func that has ended need not require a gradient outside of it.
         places = [t.view_as(t).requires_grad_() for t in inputs.values()]
-        options: Any = {"create_graph": again, "allow_unused": True}
-        if again and fits:
-            results, present = zip(*_by_operator(layer, laid(places), kept, arriving), strict=True)
+        if again and fits and len((arrays := laid(places))["x"]) >= FEWEST_STEPS:
+            results, present = zip(*_by_operator(layer, arrays, kept, arriving), strict=True)
         else:
             results = reached(*places)
-        gradients = torch.autograd.grad(results, places, present, **options)
+        gradients = gradients_of(results, places, present, again)
     return dict(zip(inputs, gradients, strict=True))
+
+
+def gradients_of(
+    results: Iterable[Tensor | None], places: Sequence[Tensor],
+    arriving: Iterable[Tensor | None], again: bool,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Does ``torch.autograd.grad``, where results may depend on none of the places."""
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, arriving, strict=True)
+        if gradient is not None and result is not None and result.requires_grad
+    ]
+    if not pairs:
+        return [None] * len(places)
+    ends, present = zip(*pairs, strict=True)
+    return torch.autograd.grad(ends, places, present, create_graph=again, allow_unused=True)
 
 
 def _by_operator(

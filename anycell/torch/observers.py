@@ -118,7 +118,7 @@ def mapped_tangent(tensor: Tensor) -> bool:
     """Whether a dual number's tangent differs from element to element of a vmap of autograd's own,
     as in ``torch.autograd.functional.jacobian(strategy="forward-mode")``; it knows no operators.
     """
-    if forward_ad._current_level < 0:
+    if forward_ad._current_level < 0 or torch._C._are_functorch_transforms_active():
         return False
     tangent = forward_ad.unpack_dual(tensor).tangent
     return tangent is not None and torch._C._functorch.is_legacy_batchedtensor(tangent)

@@ -362,6 +362,33 @@ def test_weights_that_have_no_derivative(steps: list[Any]) -> None:
 
 
 @of_torchscript
+def test_second_derivatives_of_a_result_without_weights() -> None:
+    """A final state may depend on no array whose gradient is wanted."""
+    layer = at.RNN(Choice, ENTERING, SIZE, **DOUBLE).requires_grad_(False)
+    weight, x = layer.weight_hh_l0.requires_grad_(), INPUT[0, :2]
+    output = layer(x, torch.randn(1, ROWS, SIZE, **DOUBLE))[0]
+    arriving = torch.ones_like(output).requires_grad_()
+    (slope,) = torch.autograd.grad(output, weight, arriving, create_graph=True, allow_unused=True)
+    assert slope is None or not slope.any()
+
+
+@of_torchscript
+@pytest.mark.parametrize("count", [fused.FEWEST_STEPS - 1, fused.FEWEST_STEPS])
+def test_second_derivatives_of_few_steps(count: int, steps: list[Any]) -> None:
+    """They run step by step, which takes less time."""
+    layer, x = at.RNN(cells.GRU, ENTERING, SIZE, **DOUBLE), INPUT[0, :count].clone()
+    loss = layer(x.requires_grad_())[0].square().sum()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (found,) = torch.autograd.grad(slope.square().sum(), x)
+    assert bool(steps) == (count < fused.FEWEST_STEPS)
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: layer(x)[0].square().sum())(x).square().sum()
+
+    assert_same([found], [torch.func.grad(penalty)(x.detach())])
+
+
+@of_torchscript
 def test_dual_numbers_where_no_tangent_runs() -> None:
     """Each direction draws masks of its own."""
     layer = at.RNN(Zoned, ENTERING, SIZE, bidirectional=True, **DOUBLE).train()
