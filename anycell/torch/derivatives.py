@@ -174,15 +174,15 @@ class Backward(torch.autograd.Function):
         saved = ctx.saved_tensors  # hooks run at each read
         tensors, _, first = _parts([*map(unwrapped, saved)], counts)
         needs, _, first_needs = _parts(ctx.needs_input_grad[5:], counts)
-        along, made = iter(arriving), iter(())
+        along = iter(arriving)
         dots = [next(along) if need else None for need in given]
         if not any(dot is not None for dot in dots):
             return (None,) * len(ctx.needs_input_grad)
         present = [dot for dot in dots if dot is not None]
         if not _functional() and unlike_memory(present, saved, (*ORDINARY, *TRACERS)):
             wanted = [*needs, *first_needs]
-            made = iter(_second_by_steps(text, hyper, there, given, wanted, tensors, first, dots))
-            of_tensors, of_first = ([next(made) for _ in some] for some in (needs, first_needs))
+            found = _second_by_steps(text, hyper, there, given, wanted, tensors, first, dots)
+            of_tensors, of_first = found[: len(needs)], found[len(needs) :]
         else:
             # The derivative, along the gradient's gradient, of what the gradients arrive for.
             ends, pull = _derived(text, hyper, there, needs, tensors, dots)
