@@ -30,6 +30,7 @@ from anycell.torch.observers import (
     mapped,
     mapped_tangent,
     requires_grad,
+    transformed,
     transforms,
     unlike_memory,
     unwrapped,
