@@ -312,8 +312,7 @@ def _derived(
         ends = run(*places)
 
     def pulled(first: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
-        options: Any = {"create_graph": again, "allow_unused": True}
-        return torch.autograd.grad(ends, places, first, **options) if places else ()
+        return gradients_of(ends, places, first, again) if places else ()
 
     return tuple(end if again else end.detach() for end in ends), pulled
 
