@@ -275,11 +275,14 @@ def tangents(
             output, final, _ = composite(layer, {**arrays, **dict(zip(varied, some, strict=True))})
             return output, *final
 
-        # As the gradient, along the tangents, of what ``pull`` is linear in: a forward mode within
-        # that of dual numbers, PyTorch does not have.
-        ends, pull, *_ = torch.func.vjp(run, *(arrays[name] for name in varied))
-        _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, ends)))
-        made: tuple[Tensor, ...] = push(tuple(varied.values()))[0]
+        primals, made = tuple(arrays[name] for name in varied), tuple(varied.values())
+        # By gradients: PyTorch has no forward mode within that of dual numbers.
+        if not _functional():
+            again = torch.is_grad_enabled()
+            made = torch.autograd.functional.jvp(run, primals, made, create_graph=again)[1]
+            return made
+        ends, pull, *_ = torch.func.vjp(run, *primals)
+        made = torch.func.vjp(pull, tuple(map(torch.zeros_like, ends)))[1](made)[0]
         return made
     results = []
     for call in calls:

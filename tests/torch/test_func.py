@@ -10,6 +10,7 @@ from torch_layers import Zoned, of_torchscript
 import anycell
 import anycell.torch as at
 from anycell import cell, cells, tanh, where
+from anycell.lang import Expr, Gates
 from anycell.torch import derivatives, functional, fused
 from tests.torch.test_functional import DOUBLE, ENTERING, ROWS, SIZE, STEPS, assert_same, given_by
 
@@ -410,13 +411,89 @@ def test_dual_numbers_where_no_tangent_runs() -> None:
 def test_a_cell_without_a_tangent(steps: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its derivatives run step by step; the layer itself and its gradients run fused."""
     layer = at.RNN(cells.GRU, ENTERING, SIZE, **DOUBLE)
-    derived = [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))]
+
+    def of_duals(run: Any) -> Any:
+        """A derivative of a gradient, and of it the gradient of a weight."""
+
+        def derive(x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.forward_ad.dual_level():
+                x = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), x.cos())
+                slope = torch.autograd.grad(run(x), x, create_graph=True)[0]
+                tangent = torch.autograd.forward_ad.unpack_dual(slope).tangent
+            return torch.autograd.grad(tangent.square().sum(), layer.weight_hh_l0)[0]
+
+        return derive
+
+    derived = [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f)), of_duals]
     right = [derive(lambda x: layer(x)[0].square().sum())(INPUT[0, :2]) for derive in derived]
     assert not steps
     monkeypatch.setattr(derivatives, "along", lambda *_: None)
     for derive, expected in zip(derived, right, strict=True):
         assert_same([derive(lambda x: layer(x)[0].square().sum())(INPUT[0, :2])], [expected])
+        assert steps
+        steps.clear()
+
+
+@of_torchscript
+@pytest.mark.parametrize("has", [True, False], ids=["", "without a tangent"])
+def test_hooks_on_saved_tensors(
+    has: bool, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Double backward takes them, whose tensors ``torch.func`` refuses."""
+    layer, x = at.RNN(cells.GRU, ENTERING, SIZE, **DOUBLE), INPUT[0].clone().requires_grad_()
+
+    def penalty() -> list[torch.Tensor]:
+        slope = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)[0]
+        return list(torch.autograd.grad(slope.square().sum(), [x, layer.weight_hh_l0]))
+
+    right = penalty()
+    if not has:
+        monkeypatch.setattr(derivatives, "along", lambda *_: None)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(penalty(), right)
+    assert has is not bool(steps)
+
+
+VECTORIZED = [{}, {"outer_jacobian_strategy": "forward-mode"}]
+
+
+@of_torchscript
+@pytest.mark.parametrize("how", VECTORIZED, ids=["backwards", "forwards"])
+def test_a_hessian_of_autograd_at_once(how: Any, steps: list[Any]) -> None:
+    """Its vmap is not that of ``torch.func``, and has no rules for operators: it goes by steps."""
+    layer = at.RNN(cells.LSTM, ENTERING, SIZE, **DOUBLE)
+
+    def hessian(**options: Any) -> torch.Tensor:
+        return torch.autograd.functional.hessian(
+            lambda x: layer(x)[0].square().sum(), INPUT[0, :2], **options
+        )
+
+    right = hessian()
+    assert not steps
+    assert_same([hessian(vectorize=True, **how)], [right])
     assert steps
+
+
+@cell(gates="a", state="h")
+def Linear(x: Gates, r: Gates, s: Gates) -> Expr:
+    return x.a + r.a + 0.5 * s.h
+
+
+@of_torchscript
+@pytest.mark.parametrize("has", [True, False], ids=["", "without a tangent"])
+def test_second_derivatives_that_are_zero(
+    has: bool, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What arrives for a gradient goes on to what it is of, and the gradient's own is 0."""
+    layer = at.RNN(Linear, ENTERING, SIZE, **DOUBLE).requires_grad_(False)
+    x, arriving = INPUT[0].clone().requires_grad_(), torch.ones(STEPS, ROWS, SIZE, **DOUBLE)
+    if not has:
+        monkeypatch.setattr(derivatives, "along", lambda *_: None)
+    (slope,) = torch.autograd.grad(layer(x)[0], x, arriving.requires_grad_(), create_graph=True)
+    second = torch.autograd.grad(slope.square().sum(), [x, arriving], allow_unused=True)
+    assert second[0] is None or not second[0].any()
+    assert_same([second[1]], [2 * layer(slope.detach())[0] - 2 * layer(0 * slope.detach())[0]])
+    assert has is not bool(steps)
 
 
 def test_a_backward_pass_after_its_transform(steps: list[Any]) -> None:

@@ -6,7 +6,7 @@ those of an ordinary call, or the call is refused; a trace, called with other te
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -468,6 +468,8 @@ class Wrapper(Tensor):
 
     seen: list[str]
     inner: Tensor
+    # PyTorch 2.4 may lose the attributes of those that autograd alone holds.
+    alive: ClassVar[list[Tensor]] = []
 
     @staticmethod
     def __new__(cls, inner: Tensor, seen: list[str]) -> "Wrapper":
@@ -475,6 +477,7 @@ class Wrapper(Tensor):
             cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
         )
         made.inner, made.seen = inner.detach(), seen
+        cls.alive.append(made)
         return made
 
     @classmethod
