@@ -280,6 +280,7 @@ THRESHOLDS = {
     "keras/graph.py": {"ROWS": None},  # of a batch to read a step with
     "keras/reading.py": {"MOST": None},  # of readings that are known
     "keras/torch.py": {"_ROWS": None},  # of a batch to read a step with
+    "torch/fused.py": {"FEWEST_STEPS": None},  # both sides: torch/test_func
     "torch/loops.py": {"_MOST": None, "_RESTLESS": None, "_AROUND": None},  # torch/test_loop
     "numpy/loops.py": {
         "_MOST": None,
