@@ -415,12 +415,12 @@ def _backward_derivative(
     return made, [sum(terms[1:], terms[0]) for terms in zip(*parts, strict=True)]
 
 
-def derivative_by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Callable[..., Any]:
-    """The derivative of a primitive, from what it is step by step."""
+def derivative_as(primitive: Primitive, function: Callable[..., Flat]) -> Callable[..., Any]:
+    """The derivative of a primitive, as that of a function that computes the same."""
 
     def derivative(flat: Any, tangents: Any, **static: Any) -> tuple[Flat, Flat]:
         moved = moved_of(tangents)
-        along = _along(partial(scan, **static), flat, moved, [tangents[i] for i in moved])
+        along = _along(partial(function, **static), flat, moved, [tangents[i] for i in moved])
         return primitive.bind(*flat, **static), along
 
     return derivative
@@ -429,7 +429,7 @@ def derivative_by_scan(primitive: Primitive, scan: Callable[..., Flat]) -> Calla
 ad.primitive_jvps[_layer] = _layer_derivative
 ad.primitive_jvps[_backward] = _backward_derivative
 for _primitive, _function in ((_linear, _run_linear), (_second, _run_second)):
-    ad.primitive_jvps[_primitive] = derivative_by_scan(_primitive, _function)
+    ad.primitive_jvps[_primitive] = derivative_as(_primitive, _function)
 
 
 def _transposed(

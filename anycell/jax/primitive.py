@@ -53,10 +53,10 @@ def recurrence(
     Returns:
         {output final states}
 
-    Kernels run float32, bfloat16, float16 and float64. Forward-mode derivatives (``jax.jvp``),
-    second derivatives and gradients of a ``recurrent_mask`` are computed step by step. Under
-    ``jax.vmap``, elements become rows of the batch; where their weights or seeds differ, they run
-    one after the other.
+    Kernels run float32, bfloat16, float16 and float64. Derivatives of any order run fused,
+    also forwards (``jax.jvp``); with a ``recurrent_mask``, second ones, those forwards and its own
+    gradient are computed step by step. Under ``jax.vmap``, elements become rows of the batch; where
+    their weights or seeds differ, they run one after the other.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.

@@ -97,7 +97,7 @@ def _whole(flat: Flat, made: Flat, layer: Layer) -> sharding.Cut:
 
 _pack = fused.primitive_of("pack", _run_pack, _pack_elsewhere, _whole)
 _stepping = fused.primitive_of("stepping", _run_step, _step_by_scan)
-_of_step = fused.derivative_by_scan(_stepping, _step_by_scan)
+_of_step = fused.derivative_as(_stepping, _step_by_scan)
 
 
 def _pack_derivative(flat: Any, tangents: Any, *, layer: Layer) -> NoReturn:

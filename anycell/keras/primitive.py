@@ -47,8 +47,8 @@ def recurrence(
         {output final states}
 
     In TensorFlow, in training without a ``seed``, ``tf.random`` draws one for each run. An
-    export, ``step_by_step``, forward mode and second derivatives run step by step; a loop over the
-    steps draws other random masks for a seed than the kernel.
+    export, ``step_by_step`` and forward mode run step by step; a loop over the steps draws other
+    random masks for a seed than the kernel.
 
     Raises:
         TypeError, ValueError: with the argument, what was given, what is expected, and what to do.

@@ -394,7 +394,7 @@ def _gradient(
     kernels: Kernels, tensors: Sequence[Tensor], arriving: Sequence[Tensor], kept: Sequence[Tensor]
 ) -> list[Tensor]:
     """Returns the gradients of ``parts``, None for unwanted ones. They can be differentiated again,
-    through the composite.
+    by the tangent of the cell.
     """
     if not kernels.wanted:
         return [None] * len(kernels.parts)

@@ -1,7 +1,7 @@
 """A layer as differentiable torch operations: the input projection, then the reference engine.
 
-It is slow, and can do everything that torch can: it serves double backward, vmap, forward-mode
-derivatives and tracing, and the cells, dtypes and devices for which there is no fused kernel.
+It is slow, and can do everything that torch can: it serves traces, derivatives that
+operators do not have, and the cells, dtypes and devices for which there is no fused kernel.
 """
 
 from __future__ import annotations

@@ -52,13 +52,11 @@ def fits(layer: Layer, arrays: Arrays) -> bool:
         return False
     if around.derived and (SCALES in arrays or any(map(mapped_tangent, arrays.values()))):
         return False
-    elements, in_turns = (
-        around.elements,
-        (
-            around.derived
-            or draws(layer)
-            or any(mapped(t) for name, t in arrays.items() if row_axis(name, t.dim()) is None)
-        ),
+    elements = around.elements
+    in_turns = (
+        around.derived
+        or draws(layer)
+        or any(mapped(t) for name, t in arrays.items() if row_axis(name, t.dim()) is None)
     )
     return elements > 0 and (elements <= ELEMENTS_A_STEP * len(arrays["x"]) or not in_turns)
 

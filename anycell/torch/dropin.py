@@ -272,7 +272,8 @@ class LSTM(DropIn, nn.LSTM):
     GPU with Triton, calls in float32 or 16 bits with one of these arguments or ``checkpoint``, and
     calls of 16 steps or more, in 16 bits or TF32, that our kernels run faster than cuDNN. Other
     calls without these arguments, also on other devices and in traces (jit, export), run torch's
-    layer; ``torch.func``, second derivatives and all else run step by step. See ``engine``.
+    layer. Derivatives of any order and ``torch.func`` are fused; all else runs step by step. See
+    ``engine``.
 
     Raises:
         What ``torch.nn.LSTM`` raises; TypeError or ValueError for the arguments above.

@@ -56,8 +56,9 @@ def recurrence(
     are an error on the CPU; on other devices and in a trace, all values but 0 are resets.
 
     The same calls run fused as for ``RNN``: float32 and 16 bits on the CPU and on a GPU with
-    Triton, float64 on the CPU. ``torch.func``, traces, second derivatives and calls whose
-    ``recurrent_mask`` requires a gradient run step by step. On a GPU, so does a backward pass with
+    Triton, float64 on the CPU, also derived twice and in ``torch.func``. Traces of jit, calls whose
+    ``recurrent_mask`` requires a gradient, and a second derivative with such a mask or with
+    ``return_states`` run step by step. On a GPU, so does a backward pass with
     a gradient of a sequence of ``return_states`` other than the output. ``checkpoint`` has no
     effect in calls that return such sequences.
 
