@@ -23,8 +23,8 @@ from gpu_lines import Line, arguments, host_of_card, over, say, told, tried
 from anycell.engines.gpu import build, launch
 from anycell.engines.gpu.capacity import Device
 from anycell.engines.gpu.interpreter import HostDriver
-from anycell.torch import fused
 from anycell.torch.framework import TorchDevice
+from anycell.torch.operators import fused
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from anycell.bench.tasks import Array, Contender, Mode, Task, Unsupported
 from anycell.layer.signature import of_layer
 from anycell.plan import Layer, Options
 from anycell.plan.dtype import DTYPES
-from anycell.torch.composite import composite
+from anycell.torch.operators.composite import composite
 
 
 def from_module(

@@ -18,14 +18,14 @@ from anycell.keras.reading import CellStep, LoopCall, masked, over_time
 from anycell.keras.rule import asked
 from anycell.plan import Layer
 from anycell.read import Reading, places
-from anycell.torch import functional
-from anycell.torch.fused import plan_on
 from anycell.torch.loops import obstacle as unread
 from anycell.torch.observers import observed
-from anycell.torch.planned import ReadStep
-from anycell.torch.proven import plan_of, unlike
-from anycell.torch.stepwise import Steps, stepwise
-from anycell.torch.surroundings import Surroundings
+from anycell.torch.operators import functional
+from anycell.torch.operators.fused import plan_on
+from anycell.torch.reading.planned import ReadStep
+from anycell.torch.reading.proven import plan_of, unlike
+from anycell.torch.reading.stepwise import Steps, stepwise
+from anycell.torch.reading.surroundings import Surroundings
 
 
 def run(layer: Layer, arrays: Arrays) -> Result:

@@ -19,6 +19,11 @@ Second derivatives, ``torch.func``, deepcopy, pickle, hooks and parametrisations
 ``torch.nn``.
 """
 
+# Files here are doors (the layers, ``primitive`` for ``recurrence``, ``loops``, ``accelerate``),
+# what other rooms look up by name (``compress``, ``exported``, ``packaged``, ``onnx``), and torch
+# itself (``framework``, with ``observers``, ``graphs`` and ``threads``). ``operators/`` runs
+# layers, ``reading/`` runs steps of users.
+
 from typing import TYPE_CHECKING
 
 from anycell.requirement import require

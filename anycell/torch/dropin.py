@@ -19,10 +19,7 @@ from anycell.layer import check_checkpoint
 from anycell.layer.signature import state_names
 from anycell.plan import ARRAYS, Engine, Plan, Returning, Sizes, takes
 from anycell.refusal import explained
-from anycell.torch import ops
 from anycell.torch.framework import TorchDevice, memory
-from anycell.torch.functional import autocast_dtype, engine_of
-from anycell.torch.fused import plan_on
 from anycell.torch.observers import (
     autocast,
     compiled,
@@ -32,10 +29,13 @@ from anycell.torch.observers import (
     transformed,
     watched,
 )
+from anycell.torch.operators import ops
+from anycell.torch.operators.functional import autocast_dtype, engine_of
+from anycell.torch.operators.fused import plan_on
+from anycell.torch.operators.warm import KNOWN, again, learn, quiet
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Recurrent, leaf, stacked
 from anycell.torch.typed import DropInArguments
-from anycell.torch.warm import KNOWN, again, learn, quiet
 
 if TYPE_CHECKING:
     from anycell.torch.typed import DropInCall

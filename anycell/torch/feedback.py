@@ -18,7 +18,7 @@ from anycell.plan.layer import register
 from anycell.refusal import explained
 from anycell.torch.dropin import DropIn
 from anycell.torch.framework import Torch
-from anycell.torch.functional import engine_of, fused_plan
+from anycell.torch.operators.functional import engine_of, fused_plan
 from anycell.torch.recurrent import Lengths, refuse_more, stacked
 from anycell.torch.rnn import RNN
 

@@ -1,7 +1,7 @@
 """``loop(module)`` and ``scan(step, init, xs)``: steps as they are written, over all of time.
 
-A step is read at the first call of its kind (``anycell.torch.read``), tried against the user's own
-step in float64, and then runs on a fused kernel. What cannot be read runs step by step.
+A step is read at the first call of its kind (``anycell.torch.reading``), tried against the user's
+own step in float64, and then runs on a fused kernel. What cannot be read runs step by step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from anycell.layer.layers import Layout
 from anycell.plan import Engine, Layer
 from anycell.read import SHORT, short
 from anycell.recent import add_recent
-from anycell.torch import stepwise as steps
 from anycell.torch.framework import Torch
 from anycell.torch.observers import autocast, compiled, observed
-from anycell.torch.planned import ReadStep
-from anycell.torch.proven import plan_of, unlike
+from anycell.torch.operators.warm import ordinary, quiet
+from anycell.torch.reading import stepwise as steps
+from anycell.torch.reading.planned import ReadStep
+from anycell.torch.reading.proven import plan_of, unlike
+from anycell.torch.reading.replayed import Replayed, layouts
+from anycell.torch.reading.stepwise import Step, Steps, all_tensors, batch_first, flat, stepwise
+from anycell.torch.reading.surroundings import Surroundings
 from anycell.torch.recurrent import Lengths, refuse_more
-from anycell.torch.replayed import Replayed, layouts
-from anycell.torch.stepwise import Step, Steps, all_tensors, batch_first, flat, stepwise, time_first
-from anycell.torch.surroundings import Surroundings
-from anycell.torch.warm import ordinary, quiet
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _AROUND = 4  # as measured: operations beside a kernel take as long as so many of a step
@@ -289,7 +289,7 @@ class loop(Explained, nn.Module):
         call = _call(*flat(x), state, first)
         turned = call.batched and first
         if turned:
-            call = call._replace(xs=list(map(time_first, call.xs)))
+            call = call._replace(xs=list(map(steps.time_first, call.xs)))
         if mask is not None or lengths is not None or resets is not None:
             like = call.xs[0]
             layout = Layout(Torch, like, len(like), (call.rows,) if call.batched else (), first)

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from anycell.layer.checks import refuse
 from anycell.layer.signature import FLAGS, OF_STATES
 from anycell.plan import Layer
-from anycell.torch.ops import planned
+from anycell.torch.operators.ops import planned
 
 LIBRARIES = Path(torch.__file__).parent / "lib"
 KIND = torch.export.ExportedProgram

@@ -14,9 +14,9 @@ from anycell.layer import primitive
 from anycell.layer.primitive import check_call
 from anycell.plan import takes
 from anycell.plan.layer import OPTIONS, SEED, changed, register
-from anycell.torch import ops
 from anycell.torch.framework import Torch
 from anycell.torch.observers import compiled, exporting
+from anycell.torch.operators import ops
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import draw_seed, stacked
 from anycell.torch.typed import RecurrenceArguments

@@ -12,8 +12,8 @@ from anycell.layer.checks import refuse
 from anycell.layer.compression import arguments, sharded
 from anycell.layer.rounding import described, integers, rounded_weights
 from anycell.layer.signature import of_layer
-from anycell.torch.composite import Arrays
 from anycell.torch.framework import Torch
+from anycell.torch.operators.composite import Arrays
 from anycell.torch.rnn import RNN
 
 

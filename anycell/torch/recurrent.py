@@ -19,13 +19,13 @@ from anycell.layer import ENDS, check_checkpoint
 from anycell.layer.checks import check_one_direction, check_options, refuse
 from anycell.layer.layers import Stack, one_step
 from anycell.plan import ARRAYS, Layer, Options, Sizes
-from anycell.torch import ops
-from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
-from anycell.torch.functional import autocast_dtype, in_its_dtype, run_layer
 from anycell.torch.observers import autocast, compiled, exporting, watched
+from anycell.torch.operators import ops
+from anycell.torch.operators.composite import Arrays, States
+from anycell.torch.operators.functional import autocast_dtype, in_its_dtype, run_layer
+from anycell.torch.operators.warm import again, learn, quiet
 from anycell.torch.packed import Packing
-from anycell.torch.warm import again, learn, quiet
 
 if TYPE_CHECKING:
     from typing_extensions import Self

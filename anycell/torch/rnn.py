@@ -29,14 +29,14 @@ from anycell.named import shown
 from anycell.plan import Engine, Layer, Returning, Sizes, takes
 from anycell.plan.layer import register
 from anycell.refusal import explained
-from anycell.torch.composite import States
 from anycell.torch.framework import Torch
-from anycell.torch.functional import engine_of, fused_plan
 from anycell.torch.observers import compiled
+from anycell.torch.operators.composite import States
+from anycell.torch.operators.functional import engine_of, fused_plan
+from anycell.torch.operators.warm import KNOWN, again, learn, quiet
 from anycell.torch.packed import parts
 from anycell.torch.recurrent import Recurrent, layer_of, leaf, stacked
 from anycell.torch.typed import Arguments
-from anycell.torch.warm import KNOWN, again, learn, quiet
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

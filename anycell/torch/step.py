@@ -15,14 +15,14 @@ from anycell.layer import shapes
 from anycell.layer.checks import refuse
 from anycell.layer.signature import state_names
 from anycell.plan import Engine, Layer, Options
-from anycell.torch import ops
-from anycell.torch.composite import States
 from anycell.torch.framework import Torch
-from anycell.torch.functional import run_layer
 from anycell.torch.observers import autocast
+from anycell.torch.operators import ops
+from anycell.torch.operators.composite import States
+from anycell.torch.operators.functional import run_layer
+from anycell.torch.operators.warm import again, learn, quiet
 from anycell.torch.recurrent import draw_seed, layer_of, leaf, learned
 from anycell.torch.rnn import OfCell
-from anycell.torch.warm import again, learn, quiet
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

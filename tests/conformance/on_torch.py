@@ -16,8 +16,8 @@ from anycell.layer import Options
 from anycell.layer.sequences import besides_output, by_name
 from anycell.numpy.check import numpy_dtype
 from anycell.plan import Layer
-from anycell.torch.composite import composite
-from anycell.torch.functional import run_layer
+from anycell.torch.operators.composite import composite
+from anycell.torch.operators.functional import run_layer
 from tests.conformance.frontend import Frontend
 
 Tensors = dict[str, Tensor]

@@ -30,8 +30,8 @@ from anycell.engines.gpu.text import Printed, Variant
 from anycell.layer import Options
 from anycell.layer.launches import DeviceDraft
 from anycell.plan import Plan, plan
-from anycell.torch import functional, fused
 from anycell.torch.framework import TorchDevice
+from anycell.torch.operators import functional, fused
 from tests.torch.test_gpu import ran, weight  # noqa: F401
 
 

@@ -31,7 +31,7 @@ from anycell.engines.gpu.refusals import Refused
 from anycell.engines.gpu.step import print_step
 from anycell.engines.gpu.text import Printed, Variant
 from anycell.plan import Plan, plan
-from anycell.torch import functional
+from anycell.torch.operators import functional
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_triton_is_imported_when_a_layer_on_a_card_asks(tmp_path: Path) -> None:
         import sys
         from types import SimpleNamespace
         import torch, anycell
-        from anycell.torch import functional
+        from anycell.torch.operators import functional
         layer = anycell.torch.RNN(anycell.cells.PeepholeLSTM, 2, 3)
         layer(torch.zeros(2, 1, 2))
         print(layer.engine.name, "triton" in sys.modules)

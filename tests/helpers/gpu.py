@@ -34,8 +34,8 @@ from anycell.engines.gpu import capacity, library  # noqa: E402
 from anycell.engines.gpu.interpreter import HostDriver, Started  # noqa: E402
 from anycell.layer import gpu as device  # noqa: E402  (Triton reads the variable when it is imported)
 from anycell.plan import plan  # noqa: E402
-from anycell.torch import fused, warm  # noqa: E402
 from anycell.torch.framework import TorchDevice  # noqa: E402
+from anycell.torch.operators import fused, warm  # noqa: E402
 
 CARDS = {device.name: device for device in capacity.DEVICES}
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if CARD else torch.device("cpu")

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 import anycell.torch as at
 from anycell import cell, cells, keep, sigmoid, tanh
 from anycell.plan import Layer
-from anycell.torch import native, ops, passes
-from anycell.torch.composite import Arrays
+from anycell.torch.operators import native, ops, passes
+from anycell.torch.operators.composite import Arrays
 
 LAYERS = {"LSTM": (at.LSTM, nn.LSTM), "GRU": (at.GRU, nn.GRU)}
 STATES = {"LSTM": 2, "GRU": 1}

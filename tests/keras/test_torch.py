@@ -17,7 +17,7 @@ from tolerances import assert_close  # noqa: E402
 import anycell.keras as ak  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.keras import backends  # noqa: E402
-from anycell.torch.planned import ReadStep  # noqa: E402
+from anycell.torch.reading.planned import ReadStep  # noqa: E402
 
 ops = keras.ops
 B, T, I, H = 3, 4, 2, 6

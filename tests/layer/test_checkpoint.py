@@ -16,7 +16,7 @@ if HAS_TORCH:
     from torch_layers import LAYERS, run
 
     import anycell.torch as at
-    from anycell.torch import functional
+    from anycell.torch.operators import functional
     from tests.conformance.on_torch import by_function, by_module, module
 
 STEPS, ROWS = 11, 3

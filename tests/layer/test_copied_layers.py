@@ -367,7 +367,7 @@ def weights(module: Any, fresh: Any) -> dict[str, Any]:
 def test_copies_of_torch_modules(
     name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    from anycell.torch import warm
+    from anycell.torch.operators import warm
 
     native, play = list[bool](), warm.play
 

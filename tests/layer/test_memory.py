@@ -280,7 +280,7 @@ THRESHOLDS = {
     "keras/graph.py": {"ROWS": None},  # of a batch to read a step with
     "keras/reading.py": {"MOST": None},  # of readings that are known
     "keras/torch.py": {"_ROWS": None},  # of a batch to read a step with
-    "torch/fused.py": {"FEWEST_STEPS": None},  # both sides: torch/test_func
+    "torch/operators/fused.py": {"FEWEST_STEPS": None},  # both sides: torch/test_func
     "torch/loops.py": {"_MOST": None, "_RESTLESS": None, "_AROUND": None},  # torch/test_loop
     "numpy/loops.py": {
         "_MOST": None,
@@ -289,19 +289,19 @@ THRESHOLDS = {
         "_LONG": None,
     },  # of readings: both sides of the last two: numpy/test_warm
     "numpy/mirror.py": {"_MOST": None},  # both sides: numpy/test_warm
-    "torch/planned.py": {"_MOST": None},  # of tapes
-    "torch/derivatives.py": {"ELEMENTS_A_STEP": None},  # both sides: torch/test_functional
-    "torch/native.py": {"_ABI": None},  # a version
-    "torch/passes.py": {"_MOST": None},  # of forms
-    "torch/proven.py": {"_MOST": None},  # of things around a step that are compared
-    "torch/warm.py": {"_MOST": None},  # of calls that are known
+    "torch/reading/planned.py": {"_MOST": None},  # of tapes
+    "torch/operators/derivatives.py": {"ELEMENTS_A_STEP": None},  # torch/test_functional
+    "torch/operators/native.py": {"_ABI": None},  # a version
+    "torch/operators/passes.py": {"_MOST": None},  # of forms
+    "torch/reading/proven.py": {"_MOST": None},  # of things around a step that are compared
+    "torch/operators/warm.py": {"_MOST": None},  # of calls that are known
 }
 
 
 def test_no_threshold_is_forgotten() -> None:
     """Numbers with a name at the top of a module that has a part in a call."""
     package = Path(anycell.__file__).parent
-    files = [*package.glob("*.py"), *package.glob("layer/*.py"), *package.glob("torch/*.py")]
+    files = [*package.glob("*.py"), *package.glob("layer/*.py"), *package.glob("torch/**/*.py")]
     files += [*package.glob("keras/*.py"), *package.glob("numpy/*.py")]
     parts = "__init__ door driver gemm memory layout rows panel step sequence pool".split()
     files += [package / f"engines/cpu/{name}.py" for name in parts]

@@ -236,7 +236,8 @@ import warnings
 warnings.simplefilter("ignore")
 import os, signal, sys, torch, anycell.torch
 from anycell.plan import Options
-from anycell.torch import fused, threads
+from anycell.torch.operators import fused
+from anycell.torch import threads
 
 ends = sys.argv[1] == "True"
 if ends and threads.function("omp_pause_resource_all") is None:
@@ -304,7 +305,7 @@ def test_workers_of_a_data_loader_take_the_threads_that_they_are_told() -> None:
 import anycell.numpy, anycell.torch
 from anycell.numpy import threads
 from anycell.plan import Options
-from anycell.torch import fused
+from anycell.torch.operators import fused
 
 class Numbers(torch.utils.data.Dataset):
     __len__ = lambda self: 2

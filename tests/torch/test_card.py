@@ -21,8 +21,8 @@ from tolerances import assert_close
 
 import anycell
 from anycell import cells
-from anycell.torch import ops
 from anycell.torch.framework import TorchDevice
+from anycell.torch.operators import ops
 from tests.torch.test_gpu import results
 
 gpu = pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch_layers import CELLS, Gated, Zoned, by_name, run, whole_graphs  # noqa
 
 import anycell.torch as at  # noqa: E402
 from anycell import cell, cells, compress, sigmoid, tanh  # noqa: E402
-from anycell.torch import native, ops, passes  # noqa: E402
+from anycell.torch.operators import native, ops, passes  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 DOUBLE = {"dtype": torch.float64}

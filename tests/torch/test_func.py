@@ -11,7 +11,7 @@ import anycell
 import anycell.torch as at
 from anycell import cell, cells, tanh, where
 from anycell.lang import Expr, Gates
-from anycell.torch import derivatives, functional, fused
+from anycell.torch.operators import derivatives, functional, fused
 from tests.torch.test_functional import DOUBLE, ENTERING, ROWS, SIZE, STEPS, assert_same, given_by
 
 

@@ -17,7 +17,7 @@ import anycell.torch as at
 from anycell import cell, cells, linear, tanh
 from anycell.layer import shapes
 from anycell.plan import plan
-from anycell.torch import functional, fused
+from anycell.torch.operators import functional, fused
 
 STEPS, ROWS, SIZE, ENTERING = 6, 3, 5, 4
 

@@ -28,9 +28,10 @@ from anycell import cells
 from anycell.layer import Options
 from anycell.layer import gpu as device
 from anycell.plan import Layer, Plan, plan
-from anycell.torch import dropin, functional, fused, ops, recurrent
+from anycell.torch import dropin, recurrent
 from anycell.torch.dropin import CUDNNS
 from anycell.torch.framework import TorchDevice
+from anycell.torch.operators import functional, fused, ops
 from tests.conformance.on_torch import by_function
 
 EIGHT = (("H", 8),)

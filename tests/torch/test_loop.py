@@ -46,9 +46,10 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anycell.torch
-from anycell.torch import explain_scan, loop, loops, planned, replayed, scan
-from anycell.torch.native import table
-from anycell.torch.tape import Tape
+from anycell.torch import explain_scan, loop, loops, scan
+from anycell.torch.operators.native import table
+from anycell.torch.reading import planned, replayed
+from anycell.torch.reading.tape import Tape
 
 pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
@@ -1117,7 +1118,7 @@ def test_hooks_are_called_at_every_step(hook: str) -> None:
 
 def test_a_reading_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a table with an error."""
-    from anycell.torch import read
+    from anycell.torch.reading import read
 
     monkeypatch.setitem(read.TABLE, torch.ops.aten.tanh, read.TABLE[torch.ops.aten.sigmoid])
     module = OfTorchGRU()

@@ -25,7 +25,7 @@ from torch_layers import of_torchscript
 
 import anycell.torch as at
 from anycell import cells, compress
-from anycell.torch import functional
+from anycell.torch.operators import functional
 
 STEPS, ROWS, WIDTH, SIZE = 4, 2, 3, 7
 MASK = torch.tensor([[1, 1], [1, 0], [0, 1], [1, 0]], dtype=torch.bool)

@@ -17,7 +17,7 @@ from torch_layers import LAYERS, assert_same, fused, lacks, of_torchscript, run,
 import anycell.torch as at  # noqa: E402
 from anycell import cells, compress  # noqa: E402
 from anycell.engines import cpu  # noqa: E402
-from anycell.torch.native import table  # noqa: E402
+from anycell.torch.operators.native import table  # noqa: E402
 
 nn, Tensor = torch.nn, torch.Tensor
 FLAGS = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}

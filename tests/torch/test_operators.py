@@ -24,7 +24,7 @@ import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.layer import Options  # noqa: E402
 from anycell.plan import Layer  # noqa: E402
-from anycell.torch import fused, native, ops  # noqa: E402
+from anycell.torch.operators import fused, native, ops  # noqa: E402
 
 Tensor = torch.Tensor
 STEPS, ROWS = 40, 9  # so many that the kernel reads the input itself

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import anycell
 from anycell.torch import explain_scan, scan
-from anycell.torch.surroundings import Surroundings
+from anycell.torch.reading.surroundings import Surroundings
 
 pytestmark = pytest.mark.usefixtures("torch_in_float64")
 
@@ -260,7 +260,7 @@ def test_explain_scan_shows_the_cell_or_the_reason() -> None:
 
 
 def test_explain_scan_names_a_cell_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anycell.torch.planned import ReadStep
+    from anycell.torch.reading.planned import ReadStep
 
     slow = anycell.torch.Engine("torch", "it has none")
     monkeypatch.setattr(ReadStep, "engine", slow)

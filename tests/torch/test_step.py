@@ -19,7 +19,7 @@ import anycell.torch as at  # noqa: E402
 from anycell import cells  # noqa: E402
 from anycell.layer import heuristics  # noqa: E402
 from anycell.plan import plan  # noqa: E402
-from anycell.torch import functional  # noqa: E402
+from anycell.torch.operators import functional  # noqa: E402
 
 Tensor = torch.Tensor
 Results = dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Calls that run as earlier ones did: ``anycell/torch/warm.py``, and its operator.
+"""Calls that run as earlier ones did: ``anycell/torch/operators/warm.py``, and its operator.
 
 One file, because all tests share how they count the calls that the operator has run.
 """
@@ -26,8 +26,8 @@ import anycell.torch as at
 from anycell import cells, compress
 from anycell.engines import cpu
 from anycell.engines.cpu import aten
-from anycell.torch import native, passes, warm
-from anycell.torch.functional import run_layer
+from anycell.torch.operators import native, passes, warm
+from anycell.torch.operators.functional import run_layer
 
 pytestmark = pytest.mark.sample(every=3)
 

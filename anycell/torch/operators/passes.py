@@ -20,9 +20,9 @@ from anycell.layer.heuristics import sparse
 from anycell.layer.signature import ENDS, FLAGS, OF_STATES
 from anycell.plan import Layer, Plan
 from anycell.recent import add_recent
-from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
-from anycell.torch.native import Form, Item, Part, made_by, play
+from anycell.torch.operators.composite import Arrays, States
+from anycell.torch.operators.native import Form, Item, Part, made_by, play
 
 _MOST = 512  # forms
 _FORMS: dict[tuple[Any, ...], Form] = {}

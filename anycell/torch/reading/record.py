@@ -251,7 +251,7 @@ class Recording(Body):
     """A step that was recorded.
 
     Attributes:
-        dtype: that of the states.
+        dtype, device: those of the states.
         rows: the batch of the recording; None if the states have no axis of a batch.
     """
 
@@ -466,8 +466,7 @@ class Run:
     def drawn(self) -> dict[Variable, Tensor]:
         """The random numbers of all steps."""
         random = self.step.random
-        if random:
-            self.compute(random)
+        self.compute(random)
         return {v: self.series[v] for v in random}
 
     def _fixed(self, v: Variable) -> Tensor | None:

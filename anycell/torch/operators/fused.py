@@ -19,10 +19,10 @@ from anycell.layer.sequences import keeping, sequences
 from anycell.layer.signature import OF_STATES, ROWS
 from anycell.plan import Layer, Options, Plan, Sizes, no_kernel_on_gpu, plan
 from anycell.plan.dtype import dtypes
-from anycell.torch import passes
-from anycell.torch.composite import Arrays, Result, States, composite
 from anycell.torch.framework import ENGINES, Returned, Torch, TorchDevice
 from anycell.torch.observers import ORDINARY, autocast, left_alone, unlike_memory, watched
+from anycell.torch.operators import passes
+from anycell.torch.operators.composite import Arrays, Result, States, composite
 from anycell.torch.threads import threads
 
 

@@ -17,12 +17,12 @@ from anycell.plan import Engine, Layer, Options
 from anycell.plan.layer import register
 from anycell.read import Refused, Value, Variable
 from anycell.recent import add_recent
-from anycell.torch.functional import engine_of, fused_plan, run_layer
-from anycell.torch.fused import layered
-from anycell.torch.read import Reader
-from anycell.torch.record import ROWS, A, Recording, Run
-from anycell.torch.stepwise import Steps, stepwise, unmasked, wide
-from anycell.torch.tape import Tape
+from anycell.torch.operators.functional import engine_of, fused_plan, run_layer
+from anycell.torch.operators.fused import layered
+from anycell.torch.reading.read import Reader
+from anycell.torch.reading.record import ROWS, A, Recording, Run
+from anycell.torch.reading.stepwise import Steps, stepwise, unmasked, wide
+from anycell.torch.reading.tape import Tape
 
 _MOST = 64  # tapes that a plan keeps
 

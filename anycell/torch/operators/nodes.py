@@ -15,8 +15,8 @@ from anycell.engines.reference import Recurrence
 from anycell.layer import steps
 from anycell.layer.signature import ENDS
 from anycell.plan import Layer
-from anycell.torch.composite import Arrays, Result
 from anycell.torch.observers import exporting
+from anycell.torch.operators.composite import Arrays, Result
 
 _OPERATORS: dict[str, Any] = {
     cells.LSTM.key: torch.lstm, cells.GRU.key: torch.gru, cells.RNN.key: torch.rnn_tanh,

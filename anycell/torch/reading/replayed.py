@@ -22,17 +22,17 @@ from anycell.layer.recipe import dense
 from anycell.layer.sequences import keeping
 from anycell.layer.signature import OF_STATES
 from anycell.plan import LINE, Layer, Plan
-from anycell.torch import fused, passes
-from anycell.torch.composite import Arrays
 from anycell.torch.framework import Torch
-from anycell.torch.fused import Fused, layered, plan_on
-from anycell.torch.native import Item, Part, play, table
-from anycell.torch.passes import Ends, Result, as_given, as_kept, form_of
-from anycell.torch.planned import ReadStep
-from anycell.torch.stepwise import Steps, batch_first, time_first
-from anycell.torch.surroundings import Surroundings
-from anycell.torch.tape import Sources, Tape, View
-from anycell.torch.warm import Unknown, ordinary, settings, wanted
+from anycell.torch.operators import fused, passes
+from anycell.torch.operators.composite import Arrays
+from anycell.torch.operators.fused import Fused, layered, plan_on
+from anycell.torch.operators.native import Item, Part, play, table
+from anycell.torch.operators.passes import Ends, Result, as_given, as_kept, form_of
+from anycell.torch.operators.warm import Unknown, ordinary, settings, wanted
+from anycell.torch.reading.planned import ReadStep
+from anycell.torch.reading.stepwise import Steps, batch_first, time_first
+from anycell.torch.reading.surroundings import Surroundings
+from anycell.torch.reading.tape import Sources, Tape, View
 
 Turn = Callable[[Tensor], Tensor]
 Key = str | tuple[str, int]  # an array, or one of its pieces

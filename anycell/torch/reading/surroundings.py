@@ -43,6 +43,8 @@ class Surroundings(Watched):
         sizes: the dictionaries of modules, and how many variables they have.
         changing: what code reads that changes unseen, if there is any.
         owners: classes by the ids of their variables.
+        few: by the shapes of a call of few steps, which runs as it is written, its rows if x has
+            the batch first, else 0.
         token: a number that stands for the guards.
     """
 

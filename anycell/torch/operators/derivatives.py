@@ -20,9 +20,6 @@ from anycell.layer.signature import FLAGS, OF_STATES
 from anycell.layer.tangents import along, join
 from anycell.plan import Layer
 from anycell.plan.layer import register
-from anycell.torch import ops
-from anycell.torch.composite import Arrays, composite
-from anycell.torch.fused import differentiable, enter, gradients_of
 from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
@@ -35,6 +32,9 @@ from anycell.torch.observers import (
     unlike_memory,
     unwrapped,
 )
+from anycell.torch.operators import ops
+from anycell.torch.operators.composite import Arrays, composite
+from anycell.torch.operators.fused import differentiable, enter, gradients_of
 
 _functional = torch._C._are_functorch_transforms_active
 Item = TypeVar("Item")

@@ -33,10 +33,6 @@ from anycell.layer.signature import FLAGS, places, state_names
 from anycell.plan import DTYPES, OF_CALL, OPTIONS, Layer, Options, Plan, Sizes, scales_of
 from anycell.plan.layer import CELLS, SEED, changed, name_of, register
 from anycell.recent import add_recent
-from anycell.torch import fused
-from anycell.torch.composite import Arrays, Result
-from anycell.torch.fused import enter
-from anycell.torch.native import Form, play
 from anycell.torch.observers import (
     compiled,
     constant,
@@ -44,7 +40,11 @@ from anycell.torch.observers import (
     transformed,
     watched,
 )
-from anycell.torch.passes import (
+from anycell.torch.operators import fused
+from anycell.torch.operators.composite import Arrays, Result
+from anycell.torch.operators.fused import enter
+from anycell.torch.operators.native import Form, play
+from anycell.torch.operators.passes import (
     as_given,
     backward_again,
     backward_form,
@@ -52,7 +52,7 @@ from anycell.torch.passes import (
     forward_again,
     forward_form,
 )
-from anycell.torch.warm import ordinary, settings
+from anycell.torch.operators.warm import ordinary, settings
 
 # Inductor's CUDA graphs (mode="reduce-overhead") must leave our operators out: the operators replay
 # their own graphs, whose memory lasts, and read what kernels have reported. Recent PyTorch has a

@@ -24,11 +24,11 @@ from anycell.layer.checks import describe
 from anycell.read import Refused, definition, mapped, places, proof
 from anycell.read.units import CHANGES_STATE
 from anycell.read.watched import alike
-from anycell.torch.planned import ReadStep
-from anycell.torch.read import Reader
-from anycell.torch.record import ROWS, A, Call, Recording, otherwise, record
-from anycell.torch.stepwise import Steps, stepwise
-from anycell.torch.surroundings import Surroundings
+from anycell.torch.reading.planned import ReadStep
+from anycell.torch.reading.read import Reader
+from anycell.torch.reading.record import ROWS, A, Call, Recording, otherwise, record
+from anycell.torch.reading.stepwise import Steps, stepwise
+from anycell.torch.reading.surroundings import Surroundings
 
 _RETURN = "return what changes as a part of the state"
 _MOST = 10_000  # containers, and numbers of an array, that are compared

@@ -13,10 +13,7 @@ from anycell.layer.compression import sharded
 from anycell.layer.rounding import SCALES, with_integers
 from anycell.layer.signature import FLAGS, state_names
 from anycell.plan import Engine, Layer, Plan, Sizes, scales_of
-from anycell.torch import derivatives, fused, nodes, ops
-from anycell.torch.composite import Arrays, Result, composite
 from anycell.torch.framework import ENGINES, Torch
-from anycell.torch.fused import enter
 from anycell.torch.observers import (
     ORDINARY,
     TRACERS,
@@ -26,6 +23,9 @@ from anycell.torch.observers import (
     transformed,
     watched,
 )
+from anycell.torch.operators import derivatives, fused, nodes, ops
+from anycell.torch.operators.composite import Arrays, Result, composite
+from anycell.torch.operators.fused import enter
 
 
 def run_layer(layer: Layer, arrays: Arrays) -> Result:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anycell.layer.signature import Shape
 from anycell.read import Equation, Refused, Variable, leaves, mapped, tape
-from anycell.torch.record import A, Like, Recorder, storage
+from anycell.torch.reading.record import A, Like, Recorder, storage
 
 Tree = Any  # tensors and other values in tuples, lists and dictionaries
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anycell import read
 from anycell.read import Equation, Outer, Rule, Value, Variable, leaves, row
-from anycell.torch.record import ROWS, TABLE, A, Recording, Rows, named
+from anycell.torch.reading.record import ROWS, TABLE, A, Recording, Rows, named
 
 
 class Arrays(read.Arrays):

@@ -21,13 +21,13 @@ from anycell.layer.layers import Layout
 from anycell.layer.signature import FLAGS, OF_STATES, places, state_names
 from anycell.plan import Layer, Options, Plan
 from anycell.recent import add_recent
-from anycell.torch import fused
-from anycell.torch.composite import Arrays, States
 from anycell.torch.framework import Torch
-from anycell.torch.fused import Fused, plan_on
-from anycell.torch.native import Form, Part, play, table
 from anycell.torch.observers import ORDINARY, autocast, observed
-from anycell.torch.passes import as_given, as_kept, as_read, form_of, narrowed
+from anycell.torch.operators import fused
+from anycell.torch.operators.composite import Arrays, States
+from anycell.torch.operators.fused import Fused, plan_on
+from anycell.torch.operators.native import Form, Part, play, table
+from anycell.torch.operators.passes import as_given, as_kept, as_read, form_of, narrowed
 
 _MOST = 512  # fronts
 ordinary = frozenset(ORDINARY).issuperset
