@@ -73,6 +73,7 @@ def test_integers_have_the_bits_that_they_have_without(cell: Cell, shape: Any, s
 
 
 @tiled
+@pytest.mark.sample(every=2)
 def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
     """Right, and of the same bits for any threads and rows beside."""
     problem = drawn(cell, shape, seed, "bfloat16")

@@ -508,6 +508,7 @@ def test_small_numbers_become_0(target: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("units", [3, 8, 20, 61])
+@pytest.mark.sample(every=3)
 def test_one_output(units: int, weights: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """Lanes hold the inputs of a readout of one number, not its outputs."""
     layers = [perturbed(RNN(cells.LSTM, 2, units), rng), Dense(units, 1, seed=1)]
