@@ -176,7 +176,6 @@ def test_calls(frontend: Frontend, cell: Cell, case: str) -> None:
 
 
 @ask(*STATES, cells=lambda _: (Adding,), has=CALLS.__getitem__, more=said_by_others)
-@pytest.mark.sample(every=2)
 def test_states_that_no_plan_keeps(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
 
@@ -198,7 +197,7 @@ def in_turns(frontend: Frontend, cell: Cell, case: str) -> bool:
     has=lambda _: ("recurrent_mask",),
     more=in_turns,
 )
-@pytest.mark.sample(every=5)
+@pytest.mark.sample(every=3)
 def test_recurrent_masks(frontend: Frontend, cell: Cell, case: str) -> None:
     words = ("mask", "resets", "bidirectional", "return_states")
     has = [word for word in words if word not in frontend.lacks]
@@ -234,7 +233,7 @@ def shown_by_others(frontend: Frontend, cell: Cell, _: str) -> bool:
 
 
 @ask("", cells=every, more=shown_by_others)
-@pytest.mark.sample(every=7)
+@pytest.mark.sample(every=4)
 def test_every_cell(frontend: Frontend, cell: Cell, case: str) -> None:
     """One call with every feature that the frontend has."""
     has = [word for word in FULL if word not in frontend.lacks]
@@ -285,7 +284,7 @@ def needs_kernels(frontend: Frontend, cell: Cell, size: str) -> bool:
 
 
 @ask(*SIZES, cells=two, has=lambda size: (size,), more=needs_kernels)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_sizes(frontend: Frontend, cell: Cell, case: str) -> None:
     """One cell in float32, the other in float64."""
     words = ("state", "lengths", "return_states")
@@ -305,7 +304,7 @@ def two_fused(frontend: Frontend) -> tuple[Cell, ...]:
     # Sizes at which widening loads end within a vector, or behind one.
     more=lambda *case: needs_kernels(*case) or SIZES[case[2]][3] not in (7, 33),
 )
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_sizes_in_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
     """One cell in bfloat16, the other in float16."""
     has = tuple(word for word in ("state", "lengths") if word not in frontend.lacks)
@@ -345,7 +344,6 @@ def part(problem: Problem, begin: int, end: int) -> Problem:
 
 
 @ask("", cells=some, has=lambda _: ("state",))
-@pytest.mark.sample(every=2)
 def test_chunks_are_one_call(frontend: Frontend, cell: Cell, case: str) -> None:
     """Two calls process a long sequence: states are passed on, and their gradients back."""
     words = ("state", "mask", "lengths", "resets")
@@ -396,7 +394,6 @@ def needs_no_variant(frontend: Frontend, cell: Cell, case: str) -> bool:
     has=lambda case: ("resets", "state", *EPISODES[case]),
     more=needs_no_variant,
 )
-@pytest.mark.sample(every=2)
 def test_resets_are_episodes_apart(frontend: Frontend, cell: Cell, case: str) -> None:
     """A call with two episodes is two calls, in each direction: an episode that does not begin with
     the state of the call begins with what resets restore.
@@ -514,7 +511,7 @@ def test_threads(frontend: Frontend, cell: Cell, case: str, runs: list[Any]) -> 
 
 # -- second derivatives ----------------------------------------------------------------------------
 @ask("", cells=some, has=lambda _: ("gradients", "second derivatives", "float64"))
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=2)
 def test_second_derivatives(frontend: Frontend, cell: Cell, case: str) -> None:
     """All second derivatives agree with finite differences of the derived backward pass."""
     words = ("state", "mask", "resets", "recurrent_mask", "return_states")
