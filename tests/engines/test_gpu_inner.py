@@ -239,6 +239,6 @@ def test_sixteen_bits(one: Cell, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("one", [cells.MultiplicativeLSTM, OfCell, *BUILT_IN[1:], Normed], ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_chunks_of_time(one: Cell, rng: np.random.Generator) -> None:
     assert_launches_count_on(one, rng)

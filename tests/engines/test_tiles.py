@@ -134,6 +134,7 @@ def test_threads_split_the_units_of_more_rows(
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(every=2)
 def test_who_multiplies_the_input(
     kind: str, cell: Cell, seed: int, runs: list[layer.pass_tables.PassTables]
 ) -> None:
@@ -236,7 +237,7 @@ def test_instructions(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32 medium", "float32", "float16"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_pairs_are_multiplied_in_one_instruction(dtype: str) -> None:
     """Of bfloat16, in both directions and in products that are parallel in time."""
     target, types = isa.TARGETS["avx512bf16"], DTYPES[dtype]
