@@ -5,7 +5,7 @@
 PYTHON ?= python3
 JOBS   ?= 2
 CELLS  ?= 300
-DAYS   ?= 7
+DAYS   ?= 14
 
 VENV   := .venv
 OLDEST := .venv-oldest
@@ -19,6 +19,11 @@ NARROW := -m "not slow and not fixed_isa and not gpu"
 # Where torch's own layers run beside ours: oneDNN has other ones for a machine without AVX-512.
 BESIDE := tests/test_bench.py tests/layer/test_stream.py $(addprefix tests/torch/test_,accelerate.py \
 	autocast.py compile.py functional.py layers.py modules.py sequences.py step.py)
+
+# Where the numbers of programs that XLA optimises are compared, and how it does optimise.
+XLA := tests/conformance tests/jax tests/read/test_jax.py tests/keras/test_xla.py \
+	tests/keras/test_tensorflow.py
+OPTIMISED := env -u JAX_DISABLE_MOST_OPTIMIZATIONS -u XLA_FLAGS
 
 # What runs on each of Keras's backends.
 KERAS := tests/conformance $(addprefix tests/keras/test_,accelerate.py compress.py feedback.py \
@@ -54,9 +59,9 @@ test test-all test-oldest: export TF_NUM_INTRAOP_THREADS ?= 1
 # Some hundred processes import a framework: it is compiled once, whatever the caller has set.
 test test-all test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
-# XLA optimises in test-all alone: here it would take as long as the tests.
-test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
-test: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
+# XLA optimises where test-all says so alone: elsewhere it would take as long as the tests.
+test test-all: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
+test test-all: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 test: $(VENV)/keras.stamp ## the fast tests, and a list of the 40 slowest
 	$(PYTEST) $(FAST) --durations=40
 
@@ -65,6 +70,8 @@ test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
 test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/flax.stamp $(VENV)/rl.stamp ## every test but those for a GPU, under every instruction set
 	rm -rf $(ANYCELL_CACHE_DIR)
 	$(SPREAD) -m "not gpu" --random-cells $(CELLS) --edits 100
+	$(OPTIMISED) $(PYTEST) -m "not slow and not gpu" -k "jax or xla" $(XLA)
+	KERAS_BACKEND=jax $(OPTIMISED) $(PYTEST) -m "not gpu" tests/keras/test_jax.py
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done
 	case " $$($(RUN) -c "$(NARROWER)") " in *" avx2 "*) \

@@ -70,17 +70,24 @@ FIXED_ISA = {
     # They choose the instruction set themselves, and try all.
     *("engines/test_cpu_math.py", "engines/test_properties.py", "frontends/test_random_calls.py"),
     # They reach no kernel of the CPU engine.
-    *("engines/test_gpu.py", "engines/test_reference.py", "frontends/test_layouts.py"),
-    *("lang/test_lang.py", "project/test_cards.py", "project/test_gpu_tools.py"),
-    *("project/test_package.py", "project/test_rooms.py", "project/test_same_bits.py"),
-    *("project/test_selection.py", "project/test_tolerances.py"),
-    *("exporter/test_export.py", "exporter/test_machines.py", "torch/test_gpu.py"),
+    *("engines/test_gpu.py", "engines/test_gpu_exchange.py", "engines/test_gpu_inner.py"),
+    *("engines/test_gpu_refusals.py", "engines/test_gpu_rounds.py", "engines/test_gpu_twins.py"),
+    *("engines/test_reference.py", "engines/test_tritons.py", "frontends/test_layouts.py"),
+    *("lang/test_functions.py", "lang/test_lang.py", "project/test_cards.py"),
+    *("project/test_gpu_tools.py", "project/test_package.py", "project/test_release.py"),
+    *("project/test_rooms.py", "project/test_same_bits.py", "project/test_selection.py"),
+    *("project/test_tolerances.py", "project/test_words.py", "exporter/test_export.py"),
+    *("exporter/test_machines.py", "jax/test_card.py", "torch/test_gpu.py"),
     # They test the code around a kernel; the kernel is the same on both sides.
     *("keras/test_examples.py", "project/test_demo.py", "project/test_docs.py"),
-    *("project/test_gallery.py", "project/test_types.py", "test_bench.py"),
+    *("project/test_gallery.py", "project/test_guides.py", "project/test_types.py"),
+    *("exporter/test_models.py", "exporter/test_operators.py", "jax/test_devices.py"),
+    *("frontends/test_malformed.py", "frontends/test_users_programs.py", "test_bench.py"),
+    *("test_cli.py", "tf1/test_programs.py"),
     *("torch/test_compile.py", "torch/test_distributed.py", "torch/test_modes.py"),
     # They test how cells are read; other tests run such cells under each instruction set.
-    *("read/test_jax.py", "read/test_keras.py", "read/test_torch.py"),
+    *("read/test_body.py", "read/test_changes.py", "read/test_jax.py", "read/test_keras.py"),
+    *("read/test_proof.py", "read/test_torch.py"),
 }
 
 

@@ -170,7 +170,7 @@ def said_by_others(frontend: Frontend, cell: Cell, case: str) -> bool:
 
 
 @ask(*CALLS, cells=some, has=CALLS.__getitem__, more=said_by_others)
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=3)
 def test_calls(frontend: Frontend, cell: Cell, case: str) -> None:
     check(frontend, draw(cell, STANDARD, CALLS[case], dtype(frontend)))
 
@@ -284,6 +284,7 @@ def needs_kernels(frontend: Frontend, cell: Cell, size: str) -> bool:
 
 
 @ask(*SIZES, cells=two, has=lambda size: (size,), more=needs_kernels)
+@pytest.mark.sample(every=3)
 def test_sizes(frontend: Frontend, cell: Cell, case: str) -> None:
     """One cell in float32, the other in float64."""
     words = ("state", "lengths", "return_states")
@@ -303,6 +304,7 @@ def two_fused(frontend: Frontend) -> tuple[Cell, ...]:
     # Sizes at which widening loads end within a vector, or behind one.
     more=lambda *case: needs_kernels(*case) or SIZES[case[2]][3] not in (7, 33),
 )
+@pytest.mark.sample(every=3)
 def test_sizes_in_16_bits(frontend: Frontend, cell: Cell, case: str) -> None:
     """One cell in bfloat16, the other in float16."""
     has = tuple(word for word in ("state", "lengths") if word not in frontend.lacks)

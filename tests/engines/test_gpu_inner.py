@@ -203,7 +203,7 @@ def test_the_tier_follows_the_size() -> None:
     ],
     ids=str,
 )
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_results(one: Cell, how: dict[str, bool], rng: np.random.Generator) -> None:
     """Two groups of two programs, the last of which has two units, and none of a smaller size."""
     problem = random_problem(one, (2, 17, 18), rng, "float32", nearby=6, **how)
@@ -239,6 +239,6 @@ def test_sixteen_bits(one: Cell, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("one", [cells.MultiplicativeLSTM, OfCell, *BUILT_IN[1:], Normed], ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_chunks_of_time(one: Cell, rng: np.random.Generator) -> None:
     assert_launches_count_on(one, rng)

@@ -73,6 +73,7 @@ def test_integers_have_the_bits_that_they_have_without(cell: Cell, shape: Any, s
 
 
 @tiled
+@pytest.mark.sample(every=2)
 def test_bfloat16(cell: Cell, shape: Any, seed: int) -> None:
     """Right, and of the same bits for any threads and rows beside."""
     problem = drawn(cell, shape, seed, "bfloat16")
@@ -133,6 +134,7 @@ def test_threads_split_the_units_of_more_rows(
 
 @pytest.mark.parametrize("cell", [cells.LSTM, cells.GRU, cells.LayerNormLSTM], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(every=2)
 def test_who_multiplies_the_input(
     kind: str, cell: Cell, seed: int, runs: list[layer.pass_tables.PassTables]
 ) -> None:
@@ -235,7 +237,7 @@ def test_instructions(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32 medium", "float32", "float16"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_pairs_are_multiplied_in_one_instruction(dtype: str) -> None:
     """Of bfloat16, in both directions and in products that are parallel in time."""
     target, types = isa.TARGETS["avx512bf16"], DTYPES[dtype]

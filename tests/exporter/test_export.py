@@ -471,6 +471,7 @@ int main(int count, char **arguments) {
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a mode of Linux")
 @pytest.mark.parametrize("target", ["c", *HERE])
+@pytest.mark.sample(every=3)  # C, and the widest
 def test_nothing_is_asked_of_the_system(target: str, tmp_path: Path) -> None:
     """No lock that waits, no file, no memory. A program that allocates is killed."""
     compiled(RNN(Everything, 3, 24, num_layers=2, seed=0), tmp_path, target=target)
@@ -508,6 +509,7 @@ def test_small_numbers_become_0(target: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("units", [3, 8, 20, 61])
+@pytest.mark.sample(every=3)
 def test_one_output(units: int, weights: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """Lanes hold the inputs of a readout of one number, not its outputs."""
     layers = [perturbed(RNN(cells.LSTM, 2, units), rng), Dense(units, 1, seed=1)]

@@ -234,7 +234,7 @@ APART = [
     (1, cells.LSTM, ALONE | {"params": None, "resets": 0}, {}),  # gradients per element
     pytest.param(1, Blended, EACH, {}, marks=pytest.mark.slow),
     pytest.param(2, Blended, ALONE | {"static": 0}, {}, marks=pytest.mark.slow),
-    (1, Blended, EACH, {"bidirectional": True}),
+    pytest.param(1, Blended, EACH, {"bidirectional": True}, marks=pytest.mark.more),
     pytest.param(2, cells.LSTM, ALONE, {"bidirectional": True}, marks=pytest.mark.slow),
     pytest.param(1, cells.LayerNormLSTM, ALONE, {"num_layers": 2}, marks=pytest.mark.slow),
     pytest.param(2, cells.MultiplicativeLSTM, EACH, {}, marks=pytest.mark.slow),
@@ -333,6 +333,7 @@ def test_elements_of_two_axes(
 BOTH = aj.RNN(cells.GRU, 4, 9, bidirectional=True)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("outside", ["grad", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_two_axes_that_share_no_array(outside: str, launched: Launched) -> None:
     """Weights have one axis, inputs and resets the other: of a layer of two directions."""

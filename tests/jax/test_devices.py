@@ -131,6 +131,7 @@ def test_rows_stay_where_they_are(cell: str, shardy: str) -> None:
     assert seen["moved"] == [[], ["all-reduce"]] and seen["moved by hand"] == ["all-reduce"]
 
 
+@pytest.mark.more  # steps on devices are transformed there, too
 def test_transformations_on_devices() -> None:
     """Checkpoints, ``vmap`` and loops; meshes of two axes, and explicit ones."""
     seen = on_two("""

@@ -363,7 +363,7 @@ def compare(mine: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=16)
 def test_cells_of_many_styles(name: str) -> None:
     check_read(CASES[name])
 

@@ -286,7 +286,7 @@ def test_one_record_describes_a_layer() -> None:
     records = [
         f"{path.relative_to(PACKAGE).as_posix()}: {node.name}"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
         and fields(node) >= {"cell", "options"}
         and fields(node) & {"sizes", "size", "hidden_size", "units"}

@@ -5,6 +5,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from floors import tree
+
 import anycell
 
 PACKAGE = Path(anycell.__file__).parent
@@ -32,8 +34,7 @@ def names() -> list[tuple[str, str]]:
         place = path.relative_to(PACKAGE)
         if place.parts[0] in BELOW_FRONTENDS:
             named.append((path.stem, str(place)))
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found = (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+            found = (node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
             named += [(name.strip("_").lower(), str(place)) for name in found]
     return named
 
@@ -52,7 +53,7 @@ def test_names_that_were_given_up() -> None:
 def test_docstrings_begin_with_their_subject() -> None:
     vague = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node) or ""
                 if text.startswith(VAGUE):

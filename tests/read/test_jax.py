@@ -64,7 +64,7 @@ def results(made: Any, scan: Any) -> dict[str, np.ndarray]:
     return got | {f"gradient{name}": np.asarray(slope) for name, slope in slopes.items()}
 
 
-@pytest.mark.sample(every=8)
+@pytest.mark.sample(every=16)
 @pytest.mark.parametrize("entry", corpus.entries, ids=corpus.names)
 def test_cell(entry: Entry) -> None:
     refusals = []
@@ -84,7 +84,7 @@ def test_cell(entry: Entry) -> None:
     check_verdict(entry, next(filter(None, refusals), None))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(60))
 def test_random_step(number: int, seed: int) -> None:
     outcome = random_steps.check("jax", seed + number)
