@@ -70,7 +70,7 @@ test-all: export ANYCELL_CACHE_DIR := $(CURDIR)/out/test-kernels
 test-all: $(VENV)/tf_keras.stamp $(VENV)/docs.stamp $(VENV)/flax.stamp $(VENV)/rl.stamp ## every test but those for a GPU, under every instruction set
 	rm -rf $(ANYCELL_CACHE_DIR)
 	$(SPREAD) -m "not gpu" --random-cells $(CELLS) --edits 100
-	$(OPTIMISED) $(PYTEST) -m "not slow and not gpu" -k "jax or xla" $(XLA)
+	$(OPTIMISED) $(SPREAD) -m "not gpu" -k "jax or xla" $(XLA)
 	KERAS_BACKEND=jax $(OPTIMISED) $(PYTEST) -m "not gpu" tests/keras/test_jax.py
 	set -e; narrower=$$($(RUN) -c "$(NARROWER)"); \
 	for isa in $$narrower; do ANYCELL_ISA=$$isa $(PYTEST) $(NARROW); done

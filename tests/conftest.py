@@ -81,9 +81,8 @@ FIXED_ISA = {
     # They test the code around a kernel; the kernel is the same on both sides.
     *("keras/test_examples.py", "project/test_demo.py", "project/test_docs.py"),
     *("project/test_gallery.py", "project/test_guides.py", "project/test_types.py"),
-    *("exporter/test_models.py", "exporter/test_operators.py", "jax/test_devices.py"),
-    *("frontends/test_malformed.py", "frontends/test_users_programs.py", "test_bench.py"),
-    *("test_cli.py", "tf1/test_programs.py"),
+    *("frontends/test_malformed.py", "frontends/test_users_programs.py", "jax/test_devices.py"),
+    *("test_bench.py", "test_cli.py", "tf1/test_programs.py"),
     *("torch/test_compile.py", "torch/test_distributed.py", "torch/test_modes.py"),
     # They test how cells are read; other tests run such cells under each instruction set.
     *("read/test_body.py", "read/test_changes.py", "read/test_jax.py", "read/test_keras.py"),

@@ -234,7 +234,7 @@ APART = [
     (1, cells.LSTM, ALONE | {"params": None, "resets": 0}, {}),  # gradients per element
     pytest.param(1, Blended, EACH, {}, marks=pytest.mark.slow),
     pytest.param(2, Blended, ALONE | {"static": 0}, {}, marks=pytest.mark.slow),
-    pytest.param(1, Blended, EACH, {"bidirectional": True}, marks=pytest.mark.more),
+    (1, Blended, EACH, {"bidirectional": True}),
     pytest.param(2, cells.LSTM, ALONE, {"bidirectional": True}, marks=pytest.mark.slow),
     pytest.param(1, cells.LayerNormLSTM, ALONE, {"num_layers": 2}, marks=pytest.mark.slow),
     pytest.param(2, cells.MultiplicativeLSTM, EACH, {}, marks=pytest.mark.slow),
