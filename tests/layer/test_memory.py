@@ -21,7 +21,7 @@ import anycell
 from anycell import Cell, cells, layer
 from anycell.engines import cpu
 from anycell.engines.cpu.isa import available
-from anycell.layer import products, recipe
+from anycell.layer import products
 from anycell.numpy.framework import Numpy
 from anycell.plan import plan
 from tests.conformance import on_numpy, on_torch
@@ -156,11 +156,14 @@ def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None)
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.frontend in (DROP_INS, TORCH)], ids=str)
 @pytest.mark.sample(every=3)
 def test_every_guise_where_the_library_multiplies(
-    entry: Entry, two_threads: None, monkeypatch: pytest.MonkeyPatch
+    entry: Entry,
+    two_threads: None,
+    set_layer: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """BLAS takes no rows that lie in each other, as those of an array that is expanded."""
     monkeypatch.setattr(products, "rule", lambda: products.Rule(True, "asked for"))
-    monkeypatch.setattr(recipe, "known", {})
+    set_layer()  # forgets passes, now and at the end
     test_every_guise_of_every_array(entry, CASES[0], two_threads)
 
 
