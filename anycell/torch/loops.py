@@ -37,6 +37,7 @@ from anycell.torch.recurrent import Lengths, refuse_more
 
 _MOST = 64  # readings that one step keeps, and steps of ``scan``
 _AROUND = 4  # as measured: operations beside a kernel take as long as so many of a step
+_STEP = 1.5  # and the call of a step, with its part of x and of the output, as so many operations
 _RESTLESS = 16  # readings for tensors of the same shapes
 _NUMBERS = itertools.count()
 # Hooks of all modules.
@@ -172,7 +173,7 @@ def _short(call: Steps, plan: ReadStep) -> bool:
     if not torch.is_grad_enabled() or call.state[0].device.type != "cpu":
         return False
     count, numbers = len(call.xs[0]), sum([t.numel() for t in call.state])
-    calls = len(plan.recording.equations) - _AROUND * plan.around / count
+    calls = _STEP + len(plan.recording.equations) - _AROUND * plan.around / count
     return short("torch", count, numbers, calls)
 
 

@@ -378,8 +378,13 @@ def test_sizes_that_an_export_leaves_open(layer: aj.RNN, params: Arrays, x: Any)
 
 
 def test_no_rank_is_promoted(layer: aj.RNN, params: Arrays, x: Any) -> None:
+    def squares(p: Arrays) -> Any:
+        return (layer(p, x)[0] ** 2).sum()
+
     with jax.numpy_rank_promotion("raise"):
-        jax.grad(lambda p: layer(p, x)[0].sum())(params)
+        jax.grad(squares)(params)
+        jax.jvp(squares, (params,), (params,))
+        jax.jvp(jax.grad(squares), (params,), (params,))
 
 
 # -- random masks ----------------------------------------------------------------------------------

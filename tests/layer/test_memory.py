@@ -285,7 +285,8 @@ THRESHOLDS = {
     "keras/reading.py": {"MOST": None},  # of readings that are known
     "keras/torch.py": {"_ROWS": None},  # of a batch to read a step with
     "torch/operators/fused.py": {"FEWEST_STEPS": None},  # both sides: torch/test_func
-    "torch/loops.py": {"_MOST": None, "_RESTLESS": None, "_AROUND": None},  # torch/test_loop
+    # Both sides: torch/test_loop.
+    "torch/loops.py": {"_MOST": None, "_RESTLESS": None, "_AROUND": None, "_STEP": None},
     "numpy/loops.py": {
         "_MOST": None,
         "_READINGS": None,

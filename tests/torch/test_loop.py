@@ -1472,6 +1472,16 @@ class Beside(One):
         return h, h
 
 
+class Joined(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(I + H, H)
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = torch.tanh(self.lin(torch.cat([x, h], -1)))
+        return h, h
+
+
 def test_gates_that_are_neighbours_in_what_torch_computes_are_one() -> None:
     layer = loop(Beside())
     x, h = inputs_of(layer.module)
@@ -1484,8 +1494,9 @@ def test_gates_that_are_neighbours_in_what_torch_computes_are_one() -> None:
     [
         (OfTorchGRU, 1, B, True, True),
         (OfTorchRNN, 1, B, True, False),
-        (OfTorchRNN, 2, B, True, False),
-        (OfTorchRNN, 3, B, True, True),
+        (OfTorchRNN, 2, B, True, True),
+        (Joined, 2, B, True, False),
+        (Joined, 3, B, True, True),
         (OfTorchRNN, 1, 4000, True, True),
         (Beside, 1, B, True, False),  # of as many operations as are read, but two beside the kernel
         (Beside, 2, B, True, True),
