@@ -237,7 +237,7 @@ def test_instructions(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32 medium", "float32", "float16"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_pairs_are_multiplied_in_one_instruction(dtype: str) -> None:
     """Of bfloat16, in both directions and in products that are parallel in time."""
     target, types = isa.TARGETS["avx512bf16"], DTYPES[dtype]

@@ -471,7 +471,6 @@ int main(int count, char **arguments) {
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a mode of Linux")
 @pytest.mark.parametrize("target", ["c", *HERE])
-@pytest.mark.sample(every=3)  # C, and the widest
 def test_nothing_is_asked_of_the_system(target: str, tmp_path: Path) -> None:
     """No lock that waits, no file, no memory. A program that allocates is killed."""
     compiled(RNN(Everything, 3, 24, num_layers=2, seed=0), tmp_path, target=target)

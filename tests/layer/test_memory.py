@@ -154,7 +154,7 @@ def test_every_guise_of_every_array(entry: Entry, case: Case, two_threads: None)
 
 
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.frontend in (DROP_INS, TORCH)], ids=str)
-@pytest.mark.sample(every=3)
+@pytest.mark.sample(every=2)
 def test_every_guise_where_the_library_multiplies(
     entry: Entry,
     two_threads: None,
