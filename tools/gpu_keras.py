@@ -23,7 +23,7 @@ from gpu_lines import Line, arguments, say, tried
 
 import anycell.keras as ak
 from anycell import cells
-from anycell.keras import tensorflow
+from anycell.keras.tensorflow import fused
 
 CASES = [(cells.PeepholeLSTM, 64), (cells.PeepholeLSTM, 512), (cells.GRU, 256)]  # and units
 STEPS, ROWS, CALLS = 256, 16, 20
@@ -37,12 +37,12 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 def main() -> None:
     """Runs all layers in all ways."""
     arguments(__doc__).parse_args()
-    if not tensorflow.gpu_visible():
+    if not fused.gpu_visible():
         print("gpu_keras: TensorFlow sees no card here.", file=sys.stderr, flush=True)
         sys.exit(1)
     right = True
     for tier in (1, 2):
-        why = tensorflow.doubt(tier)
+        why = fused.doubt(tier)
         say({"tier": tier, "doubt": why})
         right &= why is None
     for (cell, units), way in itertools.product(CASES, WAYS):

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 from keras.src.backend import Variable as Variable  # 3.3: keras.Variable has no layer's
 
-from anycell.keras.rule import FUSED
+_HOMES = {"tensorflow": "tensorflow.fused", "torch": "torch", "jax": "jax"}
 
 # The framework of the backend's tensors, which ``lang.namespaces`` must know.
 match keras.backend.backend():
     case "tensorflow":
-        import anycell.keras.framework
+        import anycell.keras.tensorflow.framework
     case "torch":
         import anycell.torch.framework
     case "jax":
@@ -40,8 +40,7 @@ def home() -> Any:
 
     Where there is neither a kernel nor a GPU, nobody asks for some of them.
     """
-    name = keras.backend.backend()
-    return import_module(f"anycell.keras.{name if name in FUSED else 'others'}")
+    return import_module(f"anycell.keras.{_HOMES.get(keras.backend.backend(), 'others')}")
 
 
 def uncompiled(function: Any) -> Any:

@@ -66,7 +66,8 @@ def recurrence(
         expected, hint = " or ".join(FUSED), "Choose one by KERAS_BACKEND."
         refuse("recurrence", f"Keras's backend {name!r}", expected, hint, NotImplementedError)
     parts, arguments = keras.tree.map_structure(_value, ((x, weights, state, params), arguments))
-    module = import_module("anycell.keras.tensors" if name == "tensorflow" else f"anycell.{name}")
+    place = "keras.tensorflow.primitive" if name == "tensorflow" else name
+    module = import_module(f"anycell.{place}")
     return module.recurrence(cell, *parts, **arguments)
 
 

@@ -20,7 +20,7 @@ from anycell.read.watched import Watched, same, value_of
 from anycell.recent import add_recent
 
 _MASKS = "_dropout_mask", "_recurrent_dropout_mask"  # which Keras draws once a call
-_HOMES = {"tensorflow": "read", "jax": "jax", "torch": "torch"}
+_HOMES = {"tensorflow": "tensorflow.read", "jax": "jax", "torch": "torch"}
 _PLAIN = (int, float, bool, str, type(None))
 MOST = 16  # readings that a layer keeps
 _Key = tuple[Any, ...]

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
-from anycell.keras.framework import sizes_of
-from anycell.keras.read import short
+from anycell.keras.tensorflow.framework import sizes_of
+from anycell.keras.tensorflow.read import short
 from anycell.layer.checks import refuse
 from anycell.plan import Engine
 from anycell.read import SHORT

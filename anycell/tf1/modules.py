@@ -11,7 +11,7 @@ import tensorflow as tf
 from anycell.explanation import Explained
 from anycell.keras.call import Arrays, Tensor, named_states
 from anycell.keras.cells import ACTIVATIONS
-from anycell.keras.tensorflow import engine_of, recur
+from anycell.keras.tensorflow.fused import engine_of, recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import integer, refuse
 from anycell.plan import Engine, Layer, Options

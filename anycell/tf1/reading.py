@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from anycell.keras.call import Tensor
-from anycell.keras.read import read_step
-from anycell.keras.steps import Step
-from anycell.keras.tensorflow import gpu_visible, refusal
+from anycell.keras.tensorflow.fused import gpu_visible, refusal
+from anycell.keras.tensorflow.read import read_step
+from anycell.keras.tensorflow.steps import Step
 from anycell.read import Refused
 
 

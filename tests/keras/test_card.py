@@ -27,15 +27,15 @@ import anycell.tf1 as t1
 from anycell import cells
 from anycell.engines.gpu import launch, refusals
 from anycell.engines.gpu.interpreter import Interpreter, Started
-from anycell.keras import tensorflow, xla
-from anycell.keras.xla import XlaCard
+from anycell.keras.tensorflow import fused, xla
+from anycell.keras.tensorflow.xla import XlaCard
 from anycell.layer import card, recipe
 from tests.conformance import on_keras
 from tests.keras.test_xla import Leaky
 
 pytestmark = pytest.mark.sample(every=3)
 
-DOUBT = tensorflow.doubt.__wrapped__
+DOUBT = fused.doubt.__wrapped__
 REAL, MOST = xla.of_card.handler, card.most_rows
 B, T, I, H = 3, 5, 4, 6
 
@@ -58,9 +58,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Makes TensorFlow run layers for a card on the CPU; lists the launches."""
     register()
     monkeypatch.setattr(xla, "CARD", PLACE)
-    monkeypatch.setattr(tensorflow, "on_gpu", lambda _: True)
-    monkeypatch.setattr(tensorflow, "gpu_visible", lambda: True)
-    monkeypatch.setattr(tensorflow, "doubt", lambda _: None)
+    monkeypatch.setattr(fused, "on_gpu", lambda _: True)
+    monkeypatch.setattr(fused, "gpu_visible", lambda: True)
+    monkeypatch.setattr(fused, "doubt", lambda _: None)
     forget()
     with launches(monkeypatch) as seen:
         yield seen
@@ -69,7 +69,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
 
 
 def forget() -> None:
-    tensorflow._fits.cache_clear()
+    fused._fits.cache_clear()
     xla._form.cache_clear()
     MOST.cache_clear()
 
@@ -156,7 +156,7 @@ def test_random_masks(
     x = data(rng, T, B, I)
     results = [call(x), tf.function(call, [tf.TensorSpec([None, None, I])], autograph=False)(x)]
     assert launched
-    monkeypatch.setattr(tensorflow, "on_gpu", lambda _: False)
+    monkeypatch.setattr(fused, "on_gpu", lambda _: False)
     for result in results:
         near(result, call(x))
 
@@ -225,8 +225,8 @@ def test_fit(
     """The same training as on the CPU; the last batch has fewer rows."""
     trained, x, y = [], data(rng, 7, T, I), data(rng, 7, T, 2)
     for on_card in (True, False):
-        monkeypatch.setattr(tensorflow, "on_gpu", lambda _, on_card=on_card: on_card)
-        monkeypatch.setattr(tensorflow, "gpu_visible", lambda on_card=on_card: on_card)
+        monkeypatch.setattr(fused, "on_gpu", lambda _, on_card=on_card: on_card)
+        monkeypatch.setattr(fused, "gpu_visible", lambda on_card=on_card: on_card)
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((T, I)), LAYERS[kind](), keras.layers.Dense(2)])
         model.compile("sgd", "mse", jit_compile=by_xla and on_card)
@@ -310,7 +310,7 @@ def test_the_engine_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in ak.RNN(cells.LSTM, H, dtype="float64").engine.reason
     with ak.step_by_step():
         assert layer.engine.name == "composite"
-    monkeypatch.setattr(tensorflow, "doubt", lambda tier: f"doubts of tier {tier}")
+    monkeypatch.setattr(fused, "doubt", lambda tier: f"doubts of tier {tier}")
     assert layer.engine == ("composite", "doubts of tier 1")
     monkeypatch.setattr(launch, "missing", lambda: "no driver")
     assert layer.engine == ("composite", "no driver")
@@ -434,7 +434,7 @@ def test_the_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line.get("way") for line in lines] == [None, None, "eager", "graph", "XLA"]
     assert all(line["engine"] == "gpu" and line["apart"] < 1e-4 for line in lines[2:])
-    monkeypatch.setattr(tensorflow, "gpu_visible", lambda: False)
+    monkeypatch.setattr(fused, "gpu_visible", lambda: False)
     with pytest.raises(SystemExit, match="1"):
         gpu_keras.main()
 

@@ -15,11 +15,7 @@ import anycell.keras as ak  # noqa: E402
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("about TensorFlow's eager mode", allow_module_level=True)
-from anycell.keras import (  # noqa: E402
-    steps,
-    tensor_passes,
-    tensorflow,
-)
+from anycell.keras.tensorflow import fused, passes, steps  # noqa: E402
 
 ops = keras.ops
 B, T, I, H = 3, 4, 2, 5
@@ -101,13 +97,13 @@ def test_only_what_is_watched_has_a_gradient(
 ) -> None:
     """The gradient of x costs a product of its own."""
     layer, x, wanted = pair[0], tf.constant(rng.normal(size=(B, T, I))), list[Any]()
-    backward = tensor_passes.Kernels._backward
+    backward = passes.Kernels._backward
 
     def _backward(self: Any, *arrays: Any) -> Any:
         wanted.append(self.wanted)
         return backward(self, *arrays)
 
-    monkeypatch.setattr(tensor_passes.Kernels, "_backward", _backward)
+    monkeypatch.setattr(passes.Kernels, "_backward", _backward)
     step_of(layer).functions.clear()
     for frozen in (False, True):
         layer.cell.w.trainable = not frozen
@@ -271,5 +267,5 @@ def test_kernels_read_the_weights_of_a_cell_as_they_are(pair: Any) -> None:
         .graph
     )
     (source,) = [op for op in graph.get_operations() if op.type == "PyFuncStateless"]
-    parts = tensorflow._behind(source.inputs[0]).parts
+    parts = fused._behind(source.inputs[0]).parts
     assert {"turned weight_ih", "turned weight_hh"} < {*parts}

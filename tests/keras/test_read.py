@@ -523,7 +523,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.sample(every=3)
 def test_an_operation_is_read(name: str) -> None:
     """And proved, by the reader itself, against the operation."""
-    from anycell.keras.read import read_step
+    from anycell.keras.tensorflow.read import read_step
 
     def step(x: Any, states: Any, others: Any) -> Any:
         h = OPERATIONS[name](x, states[0])
@@ -615,7 +615,7 @@ def test_a_refused_cell_has_keras_results(rng: np.random.Generator) -> None:
 @tensorflow
 def test_a_wrong_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the table had an error, the proof would say so, and Keras's loop would run."""
-    from anycell.keras import read
+    from anycell.keras.tensorflow import read
 
     monkeypatch.setitem(read.TABLE, "Tanh", "sigmoid")
     layer = ak.RNN(Concat())
@@ -631,7 +631,7 @@ def test_step_by_step_runs_keras_loop_and_xla_the_kernels(rng: np.random.Generat
     with ak.step_by_step():
         assert ours.engine.name == "keras"
         assert np.array_equal(ours(x), theirs(x))
-    from anycell.keras import tensorflow as kernels
+    from anycell.keras.tensorflow import fused as kernels
 
     function = tf.function(ours, jit_compile=True, autograph=False)
     assert_close(function(x), theirs(x), "float32", "forward")

@@ -83,15 +83,16 @@ def test_autograph_leaves_it_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -
     """Rewriting our Python would take seconds, and add nothing to the graph."""
     import tensorflow as tf
 
-    from anycell.keras import primitive, tensors
+    from anycell.keras import primitive
+    from anycell.keras.tensorflow import primitive as on_tensors
 
-    callers, run = [], tensors.recurrence
+    callers, run = [], on_tensors.recurrence
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         callers.append(sys._getframe(1).f_code.co_filename)
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(tensors, "recurrence", spy)
+    monkeypatch.setattr(on_tensors, "recurrence", spy)
     x, weights = tf.constant(inputs()), arrays()
     graph = tf.function(lambda: ak.recurrence(cells.LSTM, x, weights)[0])
     assert_close(number(graph()), right()[0], "float32", "forward")

@@ -27,9 +27,10 @@ from tolerances import assert_close, is_slope  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, keep, sigmoid, tanh  # noqa: E402
-from anycell.keras import backends, tensor_passes, tensorflow  # noqa: E402
-from anycell.keras.framework import TensorFlow  # noqa: E402
+from anycell.keras import backends  # noqa: E402
 from anycell.keras.rule import Facts, choose  # noqa: E402
+from anycell.keras.tensorflow import fused, passes  # noqa: E402
+from anycell.keras.tensorflow.framework import TensorFlow  # noqa: E402
 from anycell.plan import Layer  # noqa: E402
 from tests.conformance.on_keras import by_layer  # noqa: E402
 
@@ -136,8 +137,8 @@ def test_the_engine_inside_a_graph(rng: np.random.Generator) -> None:
             jit_compile=xla,
             autograph=False,
         ).get_concrete_function(tf.TensorSpec([2, 5, 3]))
-    fused = "cpu" if tensorflow.obstacle() is None else "keras"
-    assert [found[xla].name for xla in (False, True)] == ["cpu", fused]
+    compiled = "cpu" if fused.obstacle() is None else "keras"
+    assert [found[xla].name for xla in (False, True)] == ["cpu", compiled]
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -299,13 +300,13 @@ def test_no_gradient_that_nobody_watches(
 ) -> None:
     layer, x, asked = ak.LSTM(4), data(rng, 2, 5, 3), []
     layer(x)
-    backward = tensor_passes.backward
+    backward = passes.backward
 
     def spy(*args: Any, wanted: set[str], **more: Any) -> Any:
         asked.append(wanted)
         return backward(*args, wanted=wanted, **more)
 
-    monkeypatch.setattr(tensor_passes, "backward", spy)
+    monkeypatch.setattr(passes, "backward", spy)
     for watched in (True, False):
         run = tf.function(derive, autograph=False) if graph else derive
         assert all(part is not None for part in run(layer, x, watched))
@@ -502,7 +503,7 @@ def test_second_derivatives_of_a_cell_without_a_tangent(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run step by step, and not with random masks, which the kernels have drawn."""
-    monkeypatch.setattr(tensorflow, "along", lambda *_: None)
+    monkeypatch.setattr(fused, "along", lambda *_: None)
     for step in (cells.GRU, Noisy):
         layer, x = ak.RNN(step, 3, dtype="float64"), tf.constant(rng.normal(size=(2, 4, 2)))
 
@@ -561,7 +562,7 @@ def left_behind() -> tuple[int, int, int]:
     from tensorflow.python.framework.func_graph import FuncGraph
     from tensorflow.python.ops import script_ops
 
-    from anycell.keras.tensor_passes import WORK as work
+    from anycell.keras.tensorflow.passes import WORK as work
 
     gc.collect()
     graphs = sum(issubclass(type(o), FuncGraph) for o in gc.get_objects())  # no proxy is asked
@@ -881,7 +882,7 @@ def test_the_rule(facts: dict[str, Any], name: str, why: str) -> None:
 
 
 def test_backends_that_cannot_call_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backends.home() is tensorflow
+    assert backends.home() is fused
     monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
     home = backends.home.__wrapped__()
     assert not home.gpu_visible() and not home.on_gpu(tf.zeros(1)) and home.obstacle() is None

@@ -246,9 +246,9 @@ def test_a_framework_has_one_class() -> None:
     assert heirs == [
         ("jax/device.py", "JaxDevice"),
         ("jax/framework.py", "Jax"),
-        ("keras/framework.py", "TensorFlow"),
-        ("keras/xla.py", "Xla"),
-        ("keras/xla.py", "XlaCard"),
+        ("keras/tensorflow/framework.py", "TensorFlow"),
+        ("keras/tensorflow/xla.py", "Xla"),
+        ("keras/tensorflow/xla.py", "XlaCard"),
         ("layer/card.py", "TracedDevice"),
         ("layer/foreign.py", "TracedFramework"),
         ("layer/framework.py", "DeviceFramework"),

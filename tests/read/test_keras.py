@@ -21,7 +21,7 @@ from tolerances import assert_close  # noqa: E402
 
 import anycell.keras as ak  # noqa: E402
 from anycell.keras import reading  # noqa: E402
-from anycell.keras import tensorflow as kernels  # noqa: E402
+from anycell.keras.tensorflow import fused as kernels  # noqa: E402
 from anycell.read.short import MOST  # noqa: E402
 from tools import random_steps  # noqa: E402
 

@@ -13,11 +13,11 @@ import tensorflow as tf
 from anycell import read
 from anycell.engines import cpu
 from anycell.keras.call import TURNED, Tensor
-from anycell.keras.framework import sizes_of
-from anycell.keras.graph import Traced, World
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, last_output, masked, over_time
 from anycell.keras.rule import OURS
-from anycell.keras.tensorflow import engine_of, recur, watched
+from anycell.keras.tensorflow.framework import sizes_of
+from anycell.keras.tensorflow.fused import engine_of, recur, watched
+from anycell.keras.tensorflow.graph import Traced, World
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 from anycell.recent import add_recent

@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from anycell import read
 from anycell.keras.call import Tensor
-from anycell.keras.graph import ROWS, Traced, World, eagerly
-from anycell.keras.steps import Arrays, Step
-from anycell.keras.steps import loop as loop
-from anycell.keras.tensor_passes import compiled
-from anycell.keras.tensorflow import gpu_visible
+from anycell.keras.tensorflow.fused import gpu_visible
+from anycell.keras.tensorflow.graph import ROWS, Traced, World, eagerly
+from anycell.keras.tensorflow.passes import compiled
+from anycell.keras.tensorflow.steps import Arrays, Step
+from anycell.keras.tensorflow.steps import loop as loop
 from anycell.read import Outer, Refused, Rule, Variable, row
 from anycell.read.proof import STEPS, difference
 

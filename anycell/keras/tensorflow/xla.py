@@ -29,7 +29,7 @@ from anycell import cells
 from anycell.engines.cpu import xla
 from anycell.engines.gpu import xla as of_card
 from anycell.keras.composite import composite
-from anycell.keras.framework import NAMESPACE, sizes_of
+from anycell.keras.tensorflow.framework import NAMESPACE, sizes_of
 from anycell.lang.cell import Cell
 from anycell.layer import card, foreign
 from anycell.layer.card import TracedDevice

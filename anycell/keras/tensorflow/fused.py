@@ -5,10 +5,10 @@ calls them directly. A graph calls them through the operation of a ``tf.numpy_fu
 on every platform of TensorFlow, and passes memory in both directions without a copy if it begins on
 a cache line; our memory always begins there. The arrays for the backward pass are outputs of that
 operation, so that loops, replicas and pruning treat them like any other tensor. In graphs that XLA
-compiles, and anywhere on a card, XLA calls the kernels, see ``keras/xla.py``.
+compiles, and anywhere on a card, XLA calls the kernels, see ``keras/tensorflow/xla.py``.
 
 TensorFlow keeps registered gradients for ever. So there is one for each direction, for all layers,
-which finds what to do for an operation as callbacks do, see ``keras/tensor_passes.py``.
+which finds what to do for an operation as callbacks do, see ``keras/tensorflow/passes.py``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed
 from tensorflow.python.saved_model import save_context
 
 from anycell.engines import cpu
-from anycell.keras import xla
 from anycell.keras.call import TURNED, Arrays, Result, Tensor, check, dequantized, unturned
 from anycell.keras.composite import composite, linear
-from anycell.keras.framework import TensorFlow
 from anycell.keras.rule import OURS, Facts, asked, choose, planned
-from anycell.keras.tensor_passes import (
+from anycell.keras.tensorflow import xla
+from anycell.keras.tensorflow.framework import TensorFlow
+from anycell.keras.tensorflow.passes import (
     CONTROL_FLOW,
     FLAGS,
     REFUSAL,

@@ -24,9 +24,9 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util, script_ops
 from tensorflow.python.ops import control_flow_v2_func_graphs as control_flow_graphs
 
-from anycell.keras import xla
 from anycell.keras.call import TURNED, Tensor, check, lowered
-from anycell.keras.framework import TensorFlow, as_tensor
+from anycell.keras.tensorflow import xla
+from anycell.keras.tensorflow.framework import TensorFlow, as_tensor
 from anycell.lang.cell import Cell
 from anycell.layer import Kept, backward, card, forward, keeps_state
 from anycell.layer.framework import Framework

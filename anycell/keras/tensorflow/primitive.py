@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from anycell.keras.call import Tensor, flags
-from anycell.keras.framework import TensorFlow
 from anycell.keras.primitive import recurrence as public
-from anycell.keras.tensorflow import recur
+from anycell.keras.tensorflow.framework import TensorFlow
+from anycell.keras.tensorflow.fused import recur
 from anycell.lang.cell import Cell
 from anycell.layer.checks import refuse
 from anycell.layer.layers import Stack
