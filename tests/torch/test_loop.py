@@ -1143,7 +1143,6 @@ def test_autocast_runs_the_loop() -> None:
     assert "autocast" in layer.engine.reason
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_transformations_run_the_loop() -> None:
     module = Leaky()
     layer = loop(module)
