@@ -45,7 +45,7 @@ UNTILED := from anycell.engines.cpu.isa import available; \
 	print('amx-emulated' if 'avx512vnni' in names else '', 'avx512vnni' if names[-1] in ('amx', 'avx512bf16') else '')
 
 # Prints whose matmul PyTorch's layers do not take on this machine: the stages before had the other.
-OTHER_MATMUL := from anycell.layer.products import rule; print("ours" if rule().host else "host")
+OTHER_MATMUL := from anycell.layer.products import rule; print('ours' if rule().host else 'host')
 
 help: ## list the targets
 	@sed -En 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 21

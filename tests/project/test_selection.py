@@ -1,11 +1,14 @@
 """Which tests run when: what is left out today runs on another day."""
 
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from anycell.engines.cpu.isa import TARGETS
 from tests import conftest
 
 NAMES = [f"test_every_cell_compiles[{k}]" for k in range(200)]
@@ -84,3 +87,13 @@ def test_other_tests_run_every_day() -> None:
     assert chosen(marks={"more": True}, day=3, days=7) == NAMES
     without = ["test_a_thing", "test_another"]
     assert chosen(without, marks={"slow": True}, day=3, days=7) == without
+
+
+@pytest.mark.parametrize("names", ["NARROWER", "UNTILED", "OTHER_MATMUL"])
+def test_what_make_asks_for_is_printed(names: str) -> None:
+    """``test-all`` runs some tests again under what these programs of the Makefile print."""
+    asked = f'asked:; @{sys.executable} -c "$({names})"'
+    make = ["make", "--no-print-directory", "--eval", asked, "asked"]
+    here = conftest.HERE.parent
+    printed = subprocess.run(make, cwd=here, capture_output=True, text=True, check=True).stdout
+    assert {*printed.split()} <= {*TARGETS, "ours", "host"}
