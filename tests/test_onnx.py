@@ -155,7 +155,7 @@ def random_node(seed: int) -> tuple[str, Arrays, Arrays]:
 def check_random(seeds: range) -> None:
     for seed in seeds:
         op, arrays, attributes = random_node(seed)
-        model = model_of(op, arrays, random.Random(seed).choice([7, 13, 14, 22]), **attributes)
+        model = model_of(op, arrays, 7 + seed % 16, **attributes)  # of each opset from 7 to 22
         want = run(model, called(arrays))
         program = load(model, "numpy")
         for result, right in zip(program["it"](**called(arrays)), want, strict=True):
@@ -398,6 +398,46 @@ def test_operators_of_torch() -> None:
                 assert_close(np.asarray(result), right, "float32", "forward")
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("opset", [7, 12, 13, 22])
+def test_operators_of_each_opset(opset: int, framework: str) -> None:
+    """Attributes that became inputs, and what may be left out, as in ONNX Runtime."""
+    torch = pytest.importorskip("torch") if framework == "torch" else None
+    arrays, old = some("RNN"), opset < 13
+    model, ranks = model_of("RNN", arrays, opset), {"Squeeze": 3, "Unsqueeze": 6}
+    del model.graph.output[:]
+
+    def add(op: str, outputs: int = 1, given: Arrays = {}, **attributes: Any) -> None:  # noqa: B006
+        """A node behind the recurrent one, whose arguments are attributes in old opsets."""
+        at = len(model.graph.node)
+        names = [f"{name}{at}" for name in given if not old]
+        results = [f"Z{at} {k}" for k in range(outputs)]
+        attributes |= given if old else {}
+        model.graph.node.append(helper.make_node(op, ["Y", *names], results, **attributes))
+        for name, value in zip(names, given.values(), strict=False):
+            model.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+        model.graph.output.extend(
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * ranks.get(op, 4))
+            for name in results
+        )
+
+    add("Squeeze")
+    add("Squeeze", given={"axes": [1]})
+    add("Unsqueeze", given={"axes": [0, 3]})
+    add("Softmax")
+    add("Softmax", axis=2)
+    add("Split", 2, {"split": [2, 4]}, axis=3)
+    add("Split", 3, axis=3, **({"num_outputs": 3} if opset >= 18 else {}))
+    add("Transpose")
+    feeds = called(arrays)
+    wanted = run(model, feeds)
+    if torch is not None:
+        feeds = {name: torch.from_numpy(array) for name, array in feeds.items()}
+    for result, right in zip(load(model, framework)(**feeds), wanted, strict=True):
+        result = result if torch is None else result.detach().numpy()
+        assert_close(result, right, "float32", "runtime", axes=())
+
+
 def test_programs_of_torch(tmp_path: Path) -> None:
     """Are modules: they are copied, saved, compiled to other dtypes, and hold no other numbers."""
     torch = pytest.importorskip("torch")
@@ -479,9 +519,9 @@ def test_layers_of_jax() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's exporters
-@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize(("dynamo", "opset"), [(False, 9), (False, None), (True, None)])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_models_of_torch(kind: str, dynamo: bool, tmp_path: Path) -> None:
+def test_models_of_torch(kind: str, dynamo: bool, opset: int | None, tmp_path: Path) -> None:
     """What torch's exporters write of layers and a readout loads, and trains."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("onnxscript")
@@ -497,7 +537,8 @@ def test_models_of_torch(kind: str, dynamo: bool, tmp_path: Path) -> None:
             return self.readout(self.layer(x)[0][:, -1])
 
     model, x, path = Model().eval(), torch.randn(2, 4, 3), tmp_path / "model.onnx"
-    torch.onnx.export(model, (x,), path, dynamo=dynamo, verbose=False, input_names=["x"])
+    options = {"dynamo": dynamo, "opset_version": opset, "verbose": False}
+    torch.onnx.export(model, (x,), path, input_names=["x"], **options)
     program = load(path)
     assert len(program.plan.names) == 2
     assert_close(program(x).detach(), model(x).detach(), "float32", "forward")

@@ -3,6 +3,10 @@
 #error "compile this file without -ffast-math: append -fno-fast-math"
 #endif
 
+#if defined(__clang__) /* no model calls all of these functions */
+#pragma clang diagnostic ignored "-Wunused-function"
+#endif
+
 #include "model.h"
 #include <math.h>
 #include <stdint.h>

@@ -308,23 +308,37 @@ class Chain:
         return outputs if len(outputs) > 1 else outputs[0]
 
 
+_FLAT = "Hardmax", "LogSoftmax", "Softmax"  # before opset 13, of all axes from ``axis`` on
+
+
 def _run(node: onnx.NodeProto, opset: int, inputs: Sequence[Any], framework: str) -> Sequence[Any]:
     """The outputs of another operator: of NumPy's arrays by ONNX's own evaluator."""
+    if opset < 13 and node.op_type in _FLAT:
+        (a,), axis = inputs, next((attribute.i for attribute in node.attribute), 1)
+        last = helper.make_node(node.op_type, node.input, node.output)
+        flat = a.reshape(*a.shape[: axis % a.ndim], -1)
+        return [result.reshape(a.shape) for result in _run(last, 13, [flat], framework)]
     types = (np.ndarray, np.generic, type(None))
     foreign = [type(value).__name__ for value in inputs if not isinstance(value, types)]
     if not foreign:
         feeds = {name: value for name, value in zip(node.input, inputs, strict=True) if name}
-        return list(_evaluator(node.SerializeToString(), opset).run(None, feeds))
+        return list(_evaluator(node.SerializeToString(), opset).run(None, feeds, {}))
     frontend = importlib.import_module(f"anycell.{framework}.onnx")
     if node.op_type not in frontend.OPERATORS:
         hint = "Load it for NumPy, or call its recurrent nodes: program[name](X)."
         known = ", ".join(frontend.OPERATORS) or "arrays of NumPy"
         refuse(f"{node.op_type} node", foreign[0], known, hint)
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type == "Split":
+        attributes["num_outputs"] = len(node.output)
     results = frontend.operator(node.op_type, inputs, **attributes)
     return results if isinstance(results, (tuple, list)) else (results,)
 
 
 @functools.lru_cache(maxsize=1024)
 def _evaluator(node: bytes, opset: int) -> ReferenceEvaluator:
-    return ReferenceEvaluator(onnx.NodeProto.FromString(node), opsets={"": opset})
+    """An evaluator of a node, in a function: it takes a node alone for one of the newest opset."""
+    one = onnx.NodeProto.FromString(node)
+    opsets = [helper.make_opsetid(one.domain, opset if one.domain in _ONNX else 1)]
+    inputs = [name for name in one.input if name]
+    return ReferenceEvaluator(helper.make_function("", "node", inputs, one.output, [one], opsets))

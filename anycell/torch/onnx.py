@@ -95,9 +95,11 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Sigmoid": torch.sigmoid,
     "Slice": _slice,
     "Softmax": lambda a, axis=-1: torch.softmax(a, axis),
-    "Split": lambda a, split, axis=0: a.split(split, axis),
-    "Squeeze": lambda a, axes: a.squeeze(tuple(axes)),
-    "Transpose": lambda a, perm: a.permute(perm),
+    "Split": lambda a, split=None, axis=0, num_outputs=1: a.split(
+        split or -(-a.shape[axis] // num_outputs), axis
+    ),
+    "Squeeze": lambda a, axes=None: a.squeeze() if axes is None else a.squeeze(tuple(axes)),
+    "Transpose": lambda a, perm=None: a.permute(perm or [*range(a.dim())][::-1]),
     "Unsqueeze": _unsqueeze,
     "Where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
 }

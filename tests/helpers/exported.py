@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def compiled(model: Any, folder: Path, **options: Any) -> Path:
         ["gcc", "-shared", f"{name}.o", "-lm", "-o", f"{name}.so"],
     ]
     source = files[0].endswith(".c")
+    if source and shutil.which("clang"):  # it finds inline functions that are not called
+        commands.insert(0, ["clang", *CC[1:], "-fsyntax-only", files[0]])
     for command in commands if source else commands[1:]:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
