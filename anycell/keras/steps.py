@@ -14,7 +14,7 @@ from anycell import read
 from anycell.engines import cpu
 from anycell.keras.call import TURNED, Tensor
 from anycell.keras.framework import sizes_of
-from anycell.keras.graph import Traced, World
+from anycell.keras.graph import Traced, World, part
 from anycell.keras.reading import MOST, LoopCall, LoopOptions, last_output, masked, over_time
 from anycell.keras.rule import OURS
 from anycell.keras.tensorflow import engine_of, recur, watched
@@ -58,6 +58,12 @@ class Arrays(read.Arrays):
             sizes = tf.shape(array)
             shape = [sizes[axis] if size is None else size for axis, size in enumerate(shape)]
         return tf.reshape(array, shape)
+
+    @classmethod
+    def block(cls, matrix: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        for axis, (first, end) in enumerate((rows, columns)):
+            matrix = part(matrix, axis, first, end - first)
+        return cls.move(matrix, 0, 1)
 
     @staticmethod
     def gather(array: Tensor, at: np.ndarray) -> Tensor:
