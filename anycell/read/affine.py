@@ -159,7 +159,7 @@ def affine(graph: Graph, units: Units) -> Affine | None:
         return None
     source, at = known
     if source.sort == "outer":
-        return _outer(source, at)
+        return _outer(graph.arrays, source, at)
     if source.sort == "product":
         return _product(graph, source, at)
     if source.sort != "op" or source.op not in AFFINE:
@@ -174,10 +174,15 @@ def affine(graph: Graph, units: Units) -> Affine | None:
     return _operation(graph.arrays, source.op, size, parts)
 
 
-def _outer(source: Source, at: Units) -> Affine:
+def _outer(arrays: Any, source: Source, at: Units) -> Affine:
     if source.kind == "X":
         return Affine(len(at), ((source, Matrix(None, np.arange(source.size), at)),))
-    first = _kept(source, "first", lambda run: source.fetch(run)[0])
+
+    def only(run: Run) -> Any:
+        array = source.fetch(run)
+        return arrays.reshape(array, array.shape[1:])  # `[0]` has a gradient of its own
+
+    first = _kept(source, "first", only)
     return Affine(len(at), (), (Constant(first, at, 1, source.per_row),))
 
 

@@ -270,10 +270,10 @@ class Graph:
             if outer.boolean:
                 array = arrays.cast(array, run.dtype)
             time = array.shape[:1] if moving else (1,)
-            if not moving:
-                array = arrays.reshape(array, (1, *array.shape))
             if axis is None:
                 return arrays.reshape(array, (*time, 1, size))
+            if not moving:
+                array = arrays.reshape(array, (1, *array.shape))
             if not per_row:
                 array = arrays.take(array, 1 + axis, 0, 1)
             array = arrays.move(array, 1 + axis, 1)

@@ -16,6 +16,7 @@ import anycell.keras as ak  # noqa: E402
 if keras.backend.backend() != "tensorflow":
     pytest.skip("about TensorFlow's eager mode", allow_module_level=True)
 from anycell.keras.tensorflow import fused, passes, steps  # noqa: E402
+from anycell.keras.tensorflow.graph import part  # noqa: E402
 
 ops = keras.ops
 B, T, I, H = 3, 4, 2, 5
@@ -57,7 +58,7 @@ def step_of(layer: Any) -> Any:
 
 def results(layer: Any, x: Any, **call: Any) -> list[Any]:
     """Outputs, states, and the gradients of x and of all variables."""
-    x = tf.constant(x)
+    x = tf.convert_to_tensor(x)
     with tf.GradientTape() as tape:
         tape.watch(x)
         ends = layer(x, **call)
@@ -269,3 +270,66 @@ def test_kernels_read_the_weights_of_a_cell_as_they_are(pair: Any) -> None:
     (source,) = [op for op in graph.get_operations() if op.type == "PyFuncStateless"]
     parts = fused._behind(source.inputs[0]).parts
     assert {"turned weight_ih", "turned weight_hh"} < {*parts}
+
+
+class Joined(Leaky):
+    """A gated unit on ``[x, h]``, whose weight has a part for each, and which takes the columns
+    and the bias of each gate itself.
+    """
+
+    def build(self, shape: Any) -> None:
+        self.w = self.add_weight(shape=(shape[-1] + H, 2 * H), name="w")
+        self.b = self.add_weight(shape=(2 * H,), name="b")
+
+    def call(self, inputs: Any, states: Any) -> Any:
+        (h,) = states
+        both = ops.concatenate([inputs, h], axis=-1)
+        new = ops.tanh(ops.matmul(both, self.w[:, :H]) + self.b[:H])
+        h = h + ops.sigmoid(ops.matmul(both, self.w[:, H:]) + self.b[H:]) * (new - h)
+        return h, [h]
+
+
+def test_gradients_of_a_weight_are_joined_of_its_parts(rng: np.random.Generator) -> None:
+    """The gradient of a slice would be as large as the weight, for each slice."""
+    cell = Joined(dtype="float64")
+    mine, theirs = (
+        kind(cell, return_sequences=True, return_state=True, dtype="float64")
+        for kind in (ak.RNN, keras.layers.RNN)
+    )
+    x = tf.constant(rng.normal(size=(B, T, I)))
+    theirs(x)
+    train = tf.function(lambda x: results(mine, x), autograph=False)
+    for got, expected in zip(train(x), results(theirs, x), strict=True):
+        assert_close(got.numpy(), expected.numpy(), "float64", "gradient")
+    made = [op.type for op in train.get_concrete_function(x).graph.get_operations()]
+    assert made.count("PyFuncStateless") == 2 and not {"StridedSliceGrad", "AddN"} & {*made}
+
+
+# Axis, first place, size: three that are all of the weight, some columns, and one across others.
+PLACES = [(0, 3, 2), (0, 5, 3), (0, 0, 3), (1, 1, 2), (0, 2, 4), (0, 6, 1), (1, 0, 3)]
+
+
+def _taken(w: Any, take: Any = part) -> list[Any]:
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        pieces = [take(w, *places) for places in PLACES]
+        loss = sum(tf.reduce_sum(tf.sin((1.0 + k) * piece)) for k, piece in enumerate(pieces))
+    return [*pieces, tape.gradient(loss, w)]
+
+
+def _in_branches(w: Any) -> list[Any]:
+    """They are of another graph than the weight."""
+    return list(tf.cond(tf.reduce_sum(w) > 1e6, lambda: _taken(-w), lambda: _taken(w)))
+
+
+@pytest.mark.parametrize("where", ["eager", "graph", "branches"])
+def test_parts_of_a_weight(where: str) -> None:
+    w = tf.constant(np.arange(24.0).reshape(8, 3))
+    expected = _taken(w, steps.Arrays.take)
+    graph = tf.function(_in_branches if where == "branches" else _taken, autograph=False)
+    got = _taken(w) if where == "eager" else graph(w)
+    for piece, same in zip(got, expected, strict=True):
+        assert_close(piece.numpy(), same.numpy(), "float64", "gradient")
+    if where == "graph":
+        made = [op.type for op in graph.get_concrete_function(w).graph.get_operations()]
+        assert made.count("SplitV") == 4 and "StridedSlice" not in made

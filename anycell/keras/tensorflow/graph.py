@@ -15,10 +15,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context  # eager mode within graphs has no public name
+from tensorflow.python.framework import ops as graphs
 from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
 from anycell.keras.call import Tensor
-from anycell.read import Body, Equation, Refused, Values, Variable, mapped, places
+from anycell.read import Arrays, Body, Equation, Refused, Values, Variable, mapped, places
 
 ROWS = 3  # of the batch, where a number of rows is needed to read a step
 places.skip(keras, tf)
@@ -33,6 +34,7 @@ _EFFECTS = {
     "Random": ("draws random numbers in a step", "draw them for all steps, and pass them as x"),
     "Multinomial": ("draws random numbers in a step", "draw them for all steps, as part of x"),
 }
+_RESHAPES = "ellipsis", "new_axis", "shrink_axis"  # what slices do besides, by their masks
 SHAPES = "Shape", "ZerosLike", "OnesLike"  # operations that read no numbers
 _EXACT = "swish", "swish_impl", "silu"  # of TensorFlow, whose custom gradient is the derivative
 
@@ -223,6 +225,8 @@ class World(Values):
     def _execute(self, equation: Equation, values: Values) -> Sequence[Tensor]:
         if equation.op in SHAPES:
             return [self._of_shape(equation)]
+        if equation.op == "StridedSlice" and (piece := self._slice(equation)) is not None:
+            return [piece]
         options = equation.options
         if self.dtype is not None:
             options = {
@@ -231,6 +235,24 @@ class World(Values):
             }
         made = equation.source(*mapped(values.__getitem__, equation.arguments), **options)
         return list(made) if isinstance(made, (list, tuple)) else [made]
+
+    def _slice(self, equation: Equation) -> Tensor | None:
+        """A slice of a weight, by ``part``; None for any other."""
+        (source, *bounds), options = equation.arguments, equation.options
+        known = source.kind == "F" and all(bound.constant is not None for bound in bounds)
+        if not known or any(options[f"{name}_mask"] for name in _RESHAPES):
+            return None
+        array = self[source]
+        for axis, (first, end, step) in enumerate(zip(*(b.constant for b in bounds), strict=True)):
+            first, end = (
+                None if options[f"{name}_mask"] >> axis & 1 else int(bound)
+                for name, bound in (("begin", first), ("end", end))
+            )
+            places = range(array.shape[axis] or 0)[first:end]
+            if step != 1 or not places:
+                return None
+            array = part(array, axis, places[0], len(places))
+        return array
 
     def _of_shape(self, equation: Equation) -> Tensor:
         """A value that only depends on the shape of another, which need not be computed."""
@@ -244,6 +266,27 @@ class World(Values):
 
 def _read(variable: Any) -> Tensor:
     return variable.read_value() if isinstance(variable, tf.Variable) else variable
+
+
+def part(array: Tensor, axis: int, start: int, size: int) -> Tensor:
+    """Neighbouring places of an axis of a weight.
+
+    In a graph the parts of a weight come from the same splits. Their gradient is one concatenation;
+    that of a slice is as large as the weight, for each slice.
+    """
+    whole = array.shape[axis]
+    if whole in (None, size) or getattr(array, "graph", None) is not graphs.get_default_graph():
+        return Arrays.take(array, axis, start, size)
+    for split in array.consumers():
+        if split.type == "SplitV" and tf.get_static_value(split.inputs[2]) == axis:
+            first = 0
+            for piece in split.outputs:
+                end = first + piece.shape[axis]
+                if first <= start and start + size <= end:
+                    return part(piece, axis, start - first, size)
+                first = end
+    sizes = [n for n in (start, size, whole - start - size) if n]
+    return tf.split(array, sizes, axis)[start > 0]
 
 
 def eagerly() -> Any:

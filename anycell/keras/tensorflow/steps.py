@@ -17,7 +17,7 @@ from anycell.keras.reading import MOST, LoopCall, LoopOptions, last_output, mask
 from anycell.keras.rule import OURS
 from anycell.keras.tensorflow.framework import sizes_of
 from anycell.keras.tensorflow.fused import engine_of, recur, watched
-from anycell.keras.tensorflow.graph import Traced, World
+from anycell.keras.tensorflow.graph import Traced, World, part
 from anycell.plan import Engine, Layer, Options
 from anycell.read import Reading, Variable
 from anycell.recent import add_recent
@@ -58,6 +58,12 @@ class Arrays(read.Arrays):
             sizes = tf.shape(array)
             shape = [sizes[axis] if size is None else size for axis, size in enumerate(shape)]
         return tf.reshape(array, shape)
+
+    @classmethod
+    def block(cls, matrix: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        for axis, (first, end) in enumerate((rows, columns)):
+            matrix = part(matrix, axis, first, end - first)
+        return cls.move(matrix, 0, 1)
 
     @staticmethod
     def gather(array: Tensor, at: np.ndarray) -> Tensor:
