@@ -322,6 +322,18 @@ def _in_branches(w: Any) -> list[Any]:
     return list(tf.cond(tf.reduce_sum(w) > 1e6, lambda: _taken(-w), lambda: _taken(w)))
 
 
+@pytest.fixture
+def shapes_of_tensorflow_1() -> Iterator[None]:
+    tf.compat.v1.disable_v2_tensorshape()
+    yield
+    tf.compat.v1.enable_v2_tensorshape()
+
+
+@pytest.mark.usefixtures("shapes_of_tensorflow_1")
+def test_parts_where_shapes_are_those_of_tensorflow_1() -> None:
+    test_parts_of_a_weight("graph")
+
+
 @pytest.mark.parametrize("where", ["eager", "graph", "branches"])
 def test_parts_of_a_weight(where: str) -> None:
     w = tf.constant(np.arange(24.0).reshape(8, 3))

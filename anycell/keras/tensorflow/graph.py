@@ -248,7 +248,7 @@ class World(Values):
                 None if options[f"{name}_mask"] >> axis & 1 else int(bound)
                 for name, bound in (("begin", first), ("end", end))
             )
-            places = range(array.shape[axis] or 0)[first:end]
+            places = range(array.shape.as_list()[axis] or 0)[first:end]
             if step != 1 or not places:
                 return None
             array = part(array, axis, places[0], len(places))
@@ -274,14 +274,14 @@ def part(array: Tensor, axis: int, start: int, size: int) -> Tensor:
     In a graph the parts of a weight come from the same splits. Their gradient is one concatenation;
     that of a slice is as large as the weight, for each slice.
     """
-    whole = array.shape[axis]
+    whole = array.shape.as_list()[axis]  # an int; TensorFlow 1's shapes have another type of number
     if whole in (None, size) or getattr(array, "graph", None) is not graphs.get_default_graph():
         return Arrays.take(array, axis, start, size)
     for split in array.consumers():
         if split.type == "SplitV" and tf.get_static_value(split.inputs[2]) == axis:
             first = 0
             for piece in split.outputs:
-                end = first + piece.shape[axis]
+                end = first + piece.shape.as_list()[axis]
                 if first <= start and start + size <= end:
                     return part(piece, axis, start - first, size)
                 first = end
