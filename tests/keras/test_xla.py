@@ -19,13 +19,14 @@ import anycell.keras as ak  # noqa: E402
 from anycell import cell, cells, linear, sigmoid, tanh  # noqa: E402
 from anycell.compress import quantize  # noqa: E402
 from anycell.engines.cpu import xla as handler  # noqa: E402
-from anycell.keras.tensorflow import fused, xla  # noqa: E402
+from anycell.keras.tensorflow import fused as kernels  # noqa: E402
+from anycell.keras.tensorflow import xla  # noqa: E402
 from anycell.layer import foreign  # noqa: E402
 
 pytestmark = pytest.mark.sample(every=3)
 
-if fused.obstacle() is not None:
-    pytest.skip(f"XLA calls no kernels here: {fused.obstacle()}", allow_module_level=True)
+if kernels.obstacle() is not None:
+    pytest.skip(f"XLA calls no kernels here: {kernels.obstacle()}", allow_module_level=True)
 
 B, T, I, H = 3, 5, 4, 6
 ENDS = {"return_sequences": True, "return_state": True}
@@ -365,9 +366,9 @@ def xla_of_zeros(arrays: Any) -> Any:
 @pytest.fixture
 def unproven() -> Iterator[None]:
     """A process that has not tried yet whether XLA calls the kernels, before and after a test."""
-    fused.obstacle.cache_clear()
+    kernels.obstacle.cache_clear()
     yield
-    fused.obstacle.cache_clear()
+    kernels.obstacle.cache_clear()
 
 
 @pytest.mark.parametrize("kind", FAILURES)
@@ -388,7 +389,7 @@ def test_a_road_that_does_not_work_is_not_taken(
     assert_close(function(x), right, "float32", "forward")
     ((engine, reason),) = engines
     assert engine == "keras" and why in reason and "\n" not in reason, reason
-    assert not layer.supports_jit and why in str(fused.obstacle())
+    assert not layer.supports_jit and why in str(kernels.obstacle())
     model = keras.Sequential([keras.Input((T, I)), layer])
     with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
         model.compile("sgd", "mse", jit_compile=True)
@@ -410,7 +411,7 @@ def test_a_pass_that_cannot_be_drafted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rng: np.random.Generator
 ) -> None:
     """It is an error of the program, and no crash."""
-    assert fused.obstacle() is None  # tried before ``fails`` is there
+    assert kernels.obstacle() is None  # tried before ``fails`` is there
     layer, x = ak.RNN(cells.JANET, 11), data(rng, B, T, I)  # as in no other test
     function = tf.function(layer, jit_compile=True, autograph=False)
     monkeypatch.setattr(foreign, "record", fails)
