@@ -573,6 +573,7 @@ def test_malformed_models(tmp_path: Path) -> None:
         ({"clip": -1.0}, "clip=-1.0; expected a number above 0"),
         ({"activations": ["Tanh"]}, r"activations=\['Tanh'\]; expected 3 names"),
         ({"activations": ["Sin", "Tanh", "Tanh"]}, "'Sin'; expected one of Affine, Elu"),
+        ({"activations": [b"\xba", b"Tanh", b"Tanh"]}, "activation '\ufffd'; expected one of"),
         ({"activations": ["Affine", "Tanh", "Tanh"]}, "Affine without its numbers; expected act"),
         ({"hidden_size": 5}, r"R, float32 \[1, 24, 6\]; expected \[1, 24, 5\] of real numbers"),
         ({"colour": 3}, r"checker refuses \(Unrecognized attribute: colour"),
@@ -614,6 +615,16 @@ def test_malformed_calls() -> None:
         program["that"]
     with pytest.raises(ValueError, match=r"X: given shape \[4, 3\]; expected \[time, batch, inp"):
         program["it"](np.zeros((4, 3), np.float32))
+    arrays = some("RNN")
+    back = load(model_of("RNN", arrays, direction="reverse"), "numpy")["it"]
+    for lengths, message in (
+        ([5, 1], r"sequence_lens: given shape \[2\]; expected \[3\], a length for each row"),
+        (arrays["X"], r"sequence_lens: given shape \[5, 3, 4\]; expected \[3\]"),
+        ([5, 1, 6], r"lengths: given .*6"),
+        ([5, 1, -1], r"lengths: given .*-1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            back(arrays["X"], lengths)
     for layer, arguments, error, message in (
         (3, {}, TypeError, "layer: given int; expected a layer of anycell.torch"),
         (
@@ -644,6 +655,8 @@ def test_damaged_models(count: int) -> None:
     rng, models = random.Random(0), []
     for op in OPS:
         models.append(model_of(op, some(op)).SerializeToString())
+    named = {"activations": ["Elu", "Tanh"], "activation_alpha": [0.5], "clip": 2.0}
+    models.append(model_of("GRU", some("GRU"), **named).SerializeToString())
     models.append(export(numpy_layer(cells.GRU)).SerializeToString())
     loaded = 0
     for k in range(count):

@@ -142,7 +142,7 @@ def _node(node: onnx.NodeProto, title: str, constants: Mapping[str, Array], fron
     arrays: dict[str, Any] = {n: constants.get(named[n]) for n in "WRBP" if n in named}
     _check(title, op, arrays, len(reverse), known.get("hidden_size"))
     usual = [name for name, *_ in USUAL[op]] * len(reverse)
-    names = [name.decode() for name in known.get("activations", ())] or usual
+    names = [name.decode(errors="replace") for name in known.get("activations", ())] or usual
     if len(names) != len(usual):
         refuse(title, f"activations={names}", f"{len(usual)} names")
     numbers = [iter(known.get(f"activation_{number}", ())) for number in ("alpha", "beta")]
@@ -236,6 +236,9 @@ class Node:
             shape = "[batch, time, input_size]" if self.layout else "[time, batch, input_size]"
             refuse("X", f"shape {list(X.shape)}", shape)
         x, states = turned(X), [initial_h, initial_c][: len(names)]
+        if sequence_lens is not None and np.shape(sequence_lens) != (x.shape[1],):
+            shape = f"shape {list(np.shape(sequence_lens))}"
+            refuse("sequence_lens", shape, f"[{x.shape[1]}], a length for each row")
         ends = sequence_lens if sequence_lens is None else [int(length) for length in sequence_lens]
         known = [turned(xp.array(state, X)) for state in states if state is not None]
         if len(known) == 1 < len(names):
@@ -260,7 +263,7 @@ class Node:
 def _backwards(x: Any, lengths: Sequence[int] | None) -> Any:
     """The index that reverses each row of ``[T, B, .]`` within its length."""
     steps, rows, _ = x.shape
-    ends, t = np.array([steps] * rows if lengths is None else lengths), np.arange(steps)[:, None]
+    ends, t = np.minimum(steps if lengths is None else lengths, steps), np.arange(steps)[:, None]
     return np.where(t < ends, ends - 1 - t, t), np.arange(rows)
 
 
