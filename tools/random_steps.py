@@ -771,7 +771,8 @@ def check(framework: str, seed: int) -> Outcome:
     plain, ours = ON[framework](step, text, seed)
     trees = arrays(step, seed)
     expected = plain(*trees)
-    assert all(np.isfinite(v).all() for v in expected.values()), f"seed {seed} is not finite"
+    if not all(np.isfinite(v).all() for v in expected.values()):
+        return Outcome(seed, text, {}, "the loop's own results are not finite")
     try:
         results, reason = ours(*trees)
     except Exception as error:  # of any kind: the door must never fail where the loop runs
