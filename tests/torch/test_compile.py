@@ -368,6 +368,8 @@ def test_a_warm_graph_plays_its_passes(dtype: Any, monkeypatch: pytest.MonkeyPat
         assert hits == [True, True]
         assert not {"_run", "_backward", "unpack"} & {*names}
         assert {"_run_again", "_backward_again"} <= {*names}
+        plain = not arguments and dtype == torch.float32
+        assert plain == ("backward_form" not in names), "no form is looked up"
     text, hyper = next(key[:2] for key in ops._known if key[2] is True and '"mask"' in key[0])
     named = {"x": x, "mask": flags.float(), "resets": flags, **layer._weights(layer.cell)[0]}
     tensors = [named[name] for name in ops.read(text).arrays]

@@ -51,6 +51,7 @@ from anycell.torch.operators.passes import (
     form_of,
     forward_again,
     forward_form,
+    of_params,
 )
 from anycell.torch.operators.warm import ordinary, settings
 
@@ -468,10 +469,13 @@ def _backward_again(*arguments: Any) -> list[Tensor]:
         return []
     layer, form = known
     names = itertools.compress(layer.arrays, call.needs)
-    if form is not None and not layer.cell.params:
+    if form is not None:
         if not (made := play(inputs, form.number, 0)):
             return []
         by_name = dict(zip(form.names, made, strict=True))
+        if layer.cell.params:
+            parts = of_params(layer.plan, by_name)
+            by_name.update({name: part.clone() for name, part in parts.items()})
         return [by_name[name].contiguous() for name in names]
     arrays, gradients = layer.named(call.tensors), call.gradients
     form = backward_form(layer, arrays, gradients, wanted_names(layer, call.needs))

@@ -132,17 +132,25 @@ def backward_again(
     if not results:
         return None
     gradients = dict(zip(form.names, results, strict=True))
-    if plan.cell.params:  # as sums over groups of rows
-        for end in ENDS:
-            sums = gradients.pop(f"d_params{end}", None)
-            if sums is not None:
-                parts = Torch.split(sums.sum(0), plan.param_sizes)
-                names = [name + end for name in plan.cell.param_names]
-                gradients.update(zip(names, parts, strict=True))
+    if plan.cell.params:
+        gradients.update(of_params(plan, gradients))
     if plan.types.mixed:
         narrow = Torch.of(plan.dtype).narrow
         gradients = {name: narrow(gradient) for name, gradient in gradients.items()}
     return gradients
+
+
+def of_params(plan: Plan, gradients: dict[Any, Tensor]) -> dict[Any, Tensor]:
+    """The gradients of a cell's parameters, by name, in the memory of one tensor: the sums of what
+    is taken out of ``gradients``, which has groups of rows.
+    """
+    parts = dict[Any, Tensor]()
+    for end in ENDS:
+        sums = gradients.pop(f"d_params{end}", None)
+        if sums is not None:
+            names = [name + end for name in plan.cell.param_names]
+            parts.update(zip(names, Torch.split(sums.sum(0), plan.param_sizes), strict=True))
+    return parts
 
 
 def learn_backward(
