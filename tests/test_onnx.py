@@ -438,6 +438,20 @@ def test_operators_of_each_opset(opset: int, framework: str) -> None:
         assert_close(result, right, "float32", "runtime", axes=())
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_softmax_of_an_old_opset_without_rows(framework: str) -> None:
+    torch = pytest.importorskip("torch") if framework == "torch" else None
+    arrays = some("RNN")
+    model = model_of("RNN", arrays, 9)
+    model.graph.node.append(helper.make_node("Softmax", ["Y"], ["Z"], axis=3))
+    del model.graph.output[:]
+    model.graph.output.append(helper.make_tensor_value_info("Z", TensorProto.FLOAT, [None] * 4))
+    feeds = {n: a[:0] if a.ndim == 1 else a[:, :0] for n, a in called(arrays).items()}
+    if torch is not None:
+        feeds = {name: torch.from_numpy(array) for name, array in feeds.items()}
+    assert tuple(load(model, framework)(**feeds).shape)[2] == 0
+
+
 def test_programs_of_torch(tmp_path: Path) -> None:
     """Are modules: they are copied, saved, compiled to other dtypes, and hold no other numbers."""
     torch = pytest.importorskip("torch")

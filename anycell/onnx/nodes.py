@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -319,7 +320,8 @@ def _run(node: onnx.NodeProto, opset: int, inputs: Sequence[Any], framework: str
     if opset < 13 and node.op_type in _FLAT:
         (a,), axis = inputs, next((attribute.i for attribute in node.attribute), 1)
         last = helper.make_node(node.op_type, node.input, node.output)
-        flat = a.reshape(*a.shape[: axis % a.ndim], -1)
+        kept = axis % a.ndim
+        flat = a.reshape(*a.shape[:kept], math.prod(a.shape[kept:]))  # also of no rows
         return [result.reshape(a.shape) for result in _run(last, 13, [flat], framework)]
     types = (np.ndarray, np.generic, type(None))
     foreign = [type(value).__name__ for value in inputs if not isinstance(value, types)]
